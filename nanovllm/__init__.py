@@ -1,0 +1,11 @@
+"""Offline batch inference of decoder-only language models.
+
+`LLM` loads a local checkpoint and generates; `SamplingParams` says how to sample one request;
+`RequestOutput` is the dict that `LLM.generate` returns for each prompt.
+"""
+
+from nanovllm.llm import LLM
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]

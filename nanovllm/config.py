@@ -1,0 +1,147 @@
+"""Every engine knob, validated once. Bad values raise here, before anything is built."""
+
+import difflib
+import logging
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(slots=True)
+class Config:
+    """Engine configuration; sizes are in tokens unless their name says otherwise.
+
+    model: local checkpoint directory with config.json and *.safetensors.
+    max_num_batched_tokens: budget of one prefill step.
+    max_num_seqs: sequences resident at a time, hence the largest decode batch.
+    max_model_len: prompt plus completion; capped at the model's max_position_embeddings.
+    gpu_memory_utilization: fraction of the GPU's memory that this engine may use, in (0, 1].
+    enforce_eager: no CUDA graphs.
+    num_kvcache_blocks: size of the K/V pool; -1 measures.
+    device, dtype, attention_backend: "auto" takes the best there is, the checkpoint's, the fastest.
+    seed: keys the sampling noise of requests that have no seed of their own.
+
+    Derived: `hf_config`, `torch_device`, `torch_dtype`.
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int = -1
+    device: str = "auto"
+    dtype: str | torch.dtype = "auto"
+    attention_backend: str = "auto"
+    seed: int = 0
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+    hf_config: PretrainedConfig = field(init=False, repr=False)
+    torch_device: torch.device = field(init=False)
+    torch_dtype: torch.dtype = field(init=False)
+
+    @classmethod
+    def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
+        """As the constructor, but an unknown keyword's TypeError suggests the near match."""
+        known = [f.name for f in fields(cls) if f.init and f.name != "model"]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise TypeError(f"LLM() got an unknown keyword {name!r}; {hint}")
+        return cls(model, **kwargs)
+
+    def __post_init__(self) -> None:
+        self._check_knobs()
+        self.model = str(_checkpoint_dir(self.model))
+        self.hf_config = AutoConfig.from_pretrained(self.model, local_files_only=True)
+        self.torch_device = _resolve_device(self.device)
+        self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
+        self._cap_max_model_len()
+
+    def _check_knobs(self) -> None:
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("max_model_len", self.max_model_len, 2)
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
+        _check_int("kvcache_block_size", self.kvcache_block_size, 1)
+        _check_int("num_kvcache_blocks", self.num_kvcache_blocks, -1)
+        _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far"
+            )
+        if self.num_kvcache_blocks == 0:
+            raise ValueError("num_kvcache_blocks must be >= 1, or -1 to measure, got 0")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, int | float):
+            raise TypeError(f"gpu_memory_utilization must be a number, got {utilization!r}")
+        if not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
+        for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+
+    def _cap_max_model_len(self) -> None:
+        limit = getattr(self.hf_config, "max_position_embeddings", None)
+        if limit is not None and self.max_model_len > limit:
+            logger.warning(
+                "max_model_len=%d exceeds the model's max_position_embeddings; using %d",
+                self.max_model_len,
+                limit,
+            )
+            self.max_model_len = limit
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value > high):
+        bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
+
+
+def _checkpoint_dir(model: object) -> Path:
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model must be the path of a checkpoint directory, got {model!r}")
+    path = Path(model).expanduser()
+    how = (
+        "download one, e.g. `hf download Qwen/Qwen3-0.6B --local-dir ~/huggingface/Qwen3-0.6B`, "
+        "and pass its directory"
+    )
+    if not path.is_dir():
+        raise ValueError(f"model directory {str(path)!r} does not exist; {how}")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model directory {str(path)!r} has no config.json; {how}")
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"model directory {str(path)!r} has no *.safetensors file; {how}")
+    return path
+
+
+def _resolve_device(device: object) -> torch.device:
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"device must be 'auto' or 'cpu', got {device!r}")
+    return torch.device("cpu")
+
+
+def _resolve_dtype(dtype: object, hf_config: PretrainedConfig) -> torch.dtype:
+    if dtype == "auto":
+        # transformers 4.x calls it torch_dtype, 5.x dtype; either may be absent or a string.
+        dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        dtype = "bfloat16" if dtype is None else dtype
+    resolved = DTYPES.get(str(dtype).removeprefix("torch."))
+    if resolved is None:
+        raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+    return resolved

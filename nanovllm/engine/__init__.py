@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling and paged K/V on the CPU, one ModelRunner per device."""

@@ -1,0 +1,144 @@
+"""Paged K/V bookkeeping: who holds which block, and which blocks the prefix cache can offer.
+
+Deals in block ids; the K/V itself is the runner's. Invariants: a block is free xor in use (its
+ref count is the number of tables that hold it); a hash is published only after the step that
+filled its block has completed; a free block keeps its hash until it is dealt out again.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+def chain_hash(previous: int, token_ids: list[int]) -> int:
+    """Hash of a full block that stands for everything up to its end: it covers the hash before."""
+    digest = xxhash.xxh64(previous.to_bytes(8, "little"))
+    digest.update(np.array(token_ids, dtype=np.int64).tobytes())
+    return digest.intdigest()
+
+
+class BlockManager:
+    """Deals out `num_blocks` blocks of `block_size` tokens; every call is O(blocks touched)."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._num_dealt = 0  # ids from here on have never been used
+        self._ref_counts: dict[int, int] = {}  # blocks in use
+        self._freed: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self._published: dict[int, tuple[int, list[int]]] = {}  # block id -> (hash, its tokens)
+        self._block_by_hash: dict[int, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.num_blocks - len(self._ref_counts)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, seq: Sequence) -> bool:
+        """Takes all blocks of the known tokens of `seq`, cached ones where there are any.
+
+        Sets its block table and counts the cached tokens as computed. Returns False, with nothing
+        changed, if the free blocks do not suffice.
+        """
+        assert not seq.block_table
+        hits = self._find_cached_blocks(seq)
+        num_new = self.blocks_for(len(seq.token_ids)) - len(hits)
+        num_revived = sum(block_id not in self._ref_counts for block_id in hits)
+        if num_new + num_revived > self.num_free_blocks:
+            return False
+        for block_id in hits:
+            if block_id not in self._ref_counts:
+                del self._freed[block_id]
+            self._ref_counts[block_id] = self._ref_counts.get(block_id, 0) + 1
+        seq.block_table = hits + [self._take_free_block() for _ in range(num_new)]
+        seq.num_computed_tokens = len(hits) * self.block_size
+        seq.num_published_blocks = len(hits)
+        return True
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether one more block is needed before all tokens of `seq` can be computed."""
+        return self.blocks_for(seq.num_tokens) > len(seq.block_table)
+
+    def append_block(self, seq: Sequence) -> int:
+        block_id = self._take_free_block()
+        seq.block_table.append(block_id)
+        return block_id
+
+    def free(self, seq: Sequence) -> None:
+        """Gives back all blocks of `seq`, tail first, so that its prefix is reused last."""
+        for block_id in reversed(seq.block_table):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                del self._ref_counts[block_id]
+                self._freed[block_id] = None
+        seq.block_table = []
+        seq.num_published_blocks = 0
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Offers the full blocks among the first `num_tokens` tokens of `seq` to later prompts.
+
+        Only for tokens that are known and whose K/V a completed step has written.
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full = num_tokens // self.block_size
+        self._extend_hashes(seq, num_full)
+        for index in range(seq.num_published_blocks, num_full):
+            block_id, block_hash = seq.block_table[index], seq.block_hashes[index]
+            self._published[block_id] = (block_hash, self._tokens_of(seq, index))
+            self._block_by_hash[block_hash] = block_id
+        seq.num_published_blocks = max(seq.num_published_blocks, num_full)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts the invariants; `sequences` are all that may hold blocks."""
+        held = dict(Counter(block_id for seq in sequences for block_id in seq.block_table))
+        assert held == self._ref_counts, "ref counts differ from the block tables"
+        assert not held.keys() & self._freed.keys(), "a block is free and in use"
+        known = held.keys() | self._freed.keys()
+        assert known == set(range(self._num_dealt)), "a block is neither free nor in use"
+        assert self._num_dealt <= self.num_blocks
+        for block_hash, block_id in self._block_by_hash.items():
+            assert self._published[block_id][0] == block_hash, "a hash points at another's block"
+
+    def _find_cached_blocks(self, seq: Sequence) -> list[int]:
+        """Cached blocks of the longest known prefix, never all tokens: one must be computed."""
+        if not self.enable_prefix_caching:
+            return []
+        num_usable = (len(seq.token_ids) - 1) // self.block_size
+        self._extend_hashes(seq, num_usable)
+        hits = []
+        for index in range(num_usable):
+            block_id = self._block_by_hash.get(seq.block_hashes[index])
+            if block_id is None or self._published[block_id][1] != self._tokens_of(seq, index):
+                break
+            hits.append(block_id)
+        return hits
+
+    def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
+        hashes = seq.block_hashes
+        while len(hashes) < num_blocks:
+            tokens = self._tokens_of(seq, len(hashes))
+            hashes.append(chain_hash(hashes[-1] if hashes else 0, tokens))
+
+    def _tokens_of(self, seq: Sequence, index: int) -> list[int]:
+        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _take_free_block(self) -> int:
+        if self._num_dealt < self.num_blocks:
+            block_id = self._num_dealt
+            self._num_dealt += 1
+        else:
+            block_id, _ = self._freed.popitem(last=False)
+            block_hash, _ = self._published.pop(block_id, (None, None))
+            # Two sequences may have published the same hash; the entry may be the other's.
+            if block_hash is not None and self._block_by_hash.get(block_hash) == block_id:
+                del self._block_by_hash[block_hash]
+        self._ref_counts[block_id] = 1
+        return block_id

@@ -1,0 +1,136 @@
+"""Request lifecycle and the step loop: checks requests, schedules, launches, completes."""
+
+from typing import Any
+
+import xxhash
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.tokenizer import load_tokenizer, stop_token_ids
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.distributed import TPGroup
+
+Prompt = str | list[int]
+
+
+class LLMEngine:
+    """Serves requests on one model. Keywords are the fields of `Config`."""
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self.config = Config.from_kwargs(model, **kwargs)
+        self.tokenizer = load_tokenizer(self.config.model)
+        self._runner: ModelRunner | None = ModelRunner(self.config, TPGroup())
+        self.scheduler = Scheduler(
+            BlockManager(
+                self._runner.num_blocks,
+                self.config.kvcache_block_size,
+                self.config.enable_prefix_caching,
+            ),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            stop_token_ids=stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer),
+        )
+        self._num_requests = 0
+        self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+        """Queues one request and returns its id; `TypeError`/`ValueError` if it cannot be served."""
+        self._check_open()
+        return self._enqueue(self._checked_token_ids(prompt, "prompt"), sampling_params)
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Runs one step.
+
+        Returns the requests that ended, as (id, completion token ids), and the step's tokens: those
+        computed by a prefill, or minus the number of sequences decoded; ([], 0) if idle.
+        """
+        finished, num_tokens = self._step()
+        finished = self._unreported + finished
+        self._unreported = []
+        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
+
+    def is_finished(self) -> bool:
+        """Whether every request has ended and been returned by `step`."""
+        return self.scheduler.is_finished() and not self._unreported
+
+    def exit(self) -> None:
+        """Frees model and cache; the engine cannot be used afterwards. Idempotent."""
+        self._runner = None
+
+    def _step(self) -> tuple[list[Sequence], int]:
+        """As `step`, for all requests; a step that raises is undone, its requests start afresh."""
+        runner = self._check_open()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return [], 0
+        try:
+            token_ids = runner.launch(batch).token_ids()
+        except BaseException:
+            self.scheduler.recover()
+            raise
+        finished = self.scheduler.postprocess(batch, token_ids)
+        return finished, batch.num_tokens if batch.is_prefill else -len(batch.rows)
+
+    def _enqueue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
+        seq_id = self._num_requests
+        self._num_requests += 1
+        seq = Sequence(
+            seq_id,
+            token_ids,
+            sampling_params,
+            max_model_len=self.config.max_model_len,
+            seed=request_seed(sampling_params.seed, self.config.seed, seq_id),
+        )
+        self.scheduler.add(seq)
+        return seq_id
+
+    def _checked_token_ids(self, prompt: Prompt, what: str) -> list[int]:
+        """`prompt` as token ids; errors call it `what`."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"{what} is text, but {self.config.model} has no tokenizer; pass token ids"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        elif not isinstance(prompt, list):
+            raise TypeError(f"{what} must be a str or a list of token ids, got {prompt!r}")
+        if not prompt:
+            raise ValueError(f"{what} is empty; it needs at least one token")
+        if len(prompt) >= self.config.max_model_len:
+            raise ValueError(
+                f"{what} has {len(prompt)} tokens, which leaves no room for a completion within "
+                f"max_model_len={self.config.max_model_len}; shorten it or raise max_model_len"
+            )
+        self._check_ids(prompt, what)
+        return prompt
+
+    def _check_ids(self, token_ids: list[int], what: str) -> None:
+        vocab_size = self.config.hf_config.vocab_size
+        if (
+            set(map(type, token_ids)) == {int}
+            and min(token_ids) >= 0
+            and max(token_ids) < vocab_size
+        ):
+            return  # the usual case, at C speed
+        for index, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise TypeError(f"{what} has {token_id!r} at index {index}; token ids are ints")
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{what} has token id {token_id} at index {index}; the model's vocabulary "
+                    f"has ids 0 to {vocab_size - 1}"
+                )
+
+    def _check_open(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("this engine has been closed by exit(); make a new LLM")
+        return self._runner
+
+
+def request_seed(own: int | None, engine_seed: int, number: int) -> int:
+    """64 bits that key a request's noise: from its own seed, else from engine and number."""
+    parts = [engine_seed, number] if own is None else [own]
+    return xxhash.xxh64_intdigest(b"".join(part.to_bytes(8, "little") for part in parts))

@@ -1,0 +1,198 @@
+"""Who runs in the next step, with how many tokens.
+
+`schedule()` advances counters and takes blocks, `postprocess()` only fills in values. So a step can
+be scheduled before the ids of the one before it are known; what needs those ids (preemption) waits
+until no step is in flight. Knows nothing of tensors.
+"""
+
+from collections import deque
+from collections.abc import Collection
+
+from nanovllm.engine.batch import BlockGrowth, PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+
+class Scheduler:
+    """First come, first served; prefill before decode.
+
+    Sequences are resident (hold a row and blocks) from their first scheduled chunk. `running` are
+    those whose whole prompt has been scheduled, in order of admission; a prompt that is only partly
+    scheduled stays, resident, at the head of `waiting`.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        stop_token_ids: Collection[int],
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        self.num_preemptions = 0
+        self._unfinished: dict[int, Sequence] = {}
+        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._num_in_flight = 0
+
+    def add(self, seq: Sequence) -> None:
+        self._unfinished[seq.seq_id] = seq
+        self.waiting.append(seq)
+
+    def is_finished(self) -> bool:
+        return not self._unfinished
+
+    @property
+    def num_residents(self) -> int:
+        return self.max_num_seqs - len(self._free_rows)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step, or None if nothing can run before the step in flight has completed."""
+        batch = self._schedule_prefill() or self._schedule_decode()
+        if batch is not None:
+            self._num_in_flight += 1
+        return batch
+
+    def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+        """Completes the oldest step in flight: `token_ids` belong to `batch.sampled_seq_ids`.
+
+        Returns the sequences that ended. Ids for sequences that had ended before are dropped.
+        """
+        self._num_in_flight -= 1
+        for seq_id, chunk in zip(batch.seq_ids, batch.chunks, strict=False):  # decode: no chunks
+            if seq := self._unfinished.get(seq_id):
+                self.block_manager.publish(seq, chunk.start + len(chunk.token_ids))
+        finished: list[Sequence] = []
+        for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
+            seq = self._unfinished.get(seq_id)
+            if seq is None:
+                continue
+            if not batch.is_prefill:
+                self.block_manager.publish(seq, len(seq.token_ids))
+            seq.token_ids.append(token_id)
+            if self._ends(seq, token_id):
+                self._release(seq)
+                seq.status = SequenceStatus.FINISHED
+                del self._unfinished[seq_id], self.running[seq_id]
+                finished.append(seq)
+        return finished
+
+    def abort(self, seq_ids: Collection[int]) -> None:
+        """Drops requests, wherever they are; ids of steps in flight are dropped later."""
+        aborted = [self._unfinished.pop(i) for i in seq_ids if i in self._unfinished]
+        for seq in aborted:
+            self._release(seq)
+            seq.status = SequenceStatus.FINISHED
+            self.running.pop(seq.seq_id, None)
+        if aborted:
+            self.waiting = deque(seq for seq in self.waiting if seq.seq_id in self._unfinished)
+
+    def recover(self) -> None:
+        """After a step failed: forgets the steps in flight and starts every resident afresh."""
+        self._num_in_flight = 0
+        if self.waiting:
+            self._release(self.waiting[0])
+        while self.running:
+            self._preempt_last()
+
+    def _schedule_prefill(self) -> ScheduledBatch | None:
+        seqs: list[Sequence] = []
+        chunks: list[PrefillChunk] = []
+        budget = self.max_num_batched_tokens
+        while self.waiting and budget > 0:
+            seq = self.waiting[0]
+            init = None
+            if seq.row is None:
+                if not self._free_rows or not self.block_manager.allocate(seq):
+                    break
+                seq.row = self._free_rows.pop()
+                init = RowInit(seq.temperature, seq.seed, list(seq.block_table))
+            start = seq.num_computed_tokens
+            end = min(start + budget, seq.num_tokens)
+            is_last = end == seq.num_tokens
+            chunks.append(PrefillChunk(start, seq.token_ids[start:end], is_last, init))
+            seqs.append(seq)
+            budget -= end - start
+            seq.num_computed_tokens = end
+            if is_last:
+                seq.num_tokens += 1
+                seq.status = SequenceStatus.RUNNING
+                self.waiting.popleft()
+                self.running[seq.seq_id] = seq
+        return self._batch(seqs, chunks, []) if seqs else None
+
+    def _schedule_decode(self) -> ScheduledBatch | None:
+        if not self._make_room_for_decode():
+            return None
+        seqs = self._decodable()
+        growth = []
+        for seq in seqs:
+            if self.block_manager.needs_block(seq):
+                block_id = self.block_manager.append_block(seq)
+                growth.append(BlockGrowth(_row(seq), len(seq.block_table) - 1, block_id))
+            seq.num_computed_tokens += 1
+            seq.num_tokens += 1
+        return self._batch(seqs, [], growth) if seqs else None
+
+    def _make_room_for_decode(self) -> bool:
+        """Preempts, most recently admitted first, until every decode has its block.
+
+        False if that takes ids of a step in flight: they are part of what a preempted sequence
+        must recompute.
+        """
+        while True:
+            num_needed = sum(map(self.block_manager.needs_block, self._decodable()))
+            if num_needed <= self.block_manager.num_free_blocks:
+                return True
+            if self._num_in_flight:
+                return False
+            self._preempt_last()
+            self.num_preemptions += 1
+
+    def _decodable(self) -> list[Sequence]:
+        """Running sequences but those whose last token is already being sampled."""
+        return [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
+
+    def _preempt_last(self) -> None:
+        _, seq = self.running.popitem()
+        self._release(seq)
+        self.waiting.appendleft(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Takes row and blocks from `seq`; what it had computed must be computed again."""
+        if seq.row is None:
+            return
+        self.block_manager.free(seq)
+        self._free_rows.append(seq.row)
+        seq.row = None
+        seq.status = SequenceStatus.WAITING
+        seq.num_computed_tokens = 0
+        seq.num_tokens = len(seq.token_ids)
+
+    def _ends(self, seq: Sequence, token_id: int) -> bool:
+        if token_id in self.stop_token_ids and not seq.ignore_eos:
+            seq.finish_reason = "stop"
+        elif len(seq.token_ids) >= seq.max_num_tokens:
+            seq.finish_reason = "length"
+        return seq.finish_reason is not None
+
+    def _batch(
+        self, seqs: list[Sequence], chunks: list[PrefillChunk], growth: list[BlockGrowth]
+    ) -> ScheduledBatch:
+        return ScheduledBatch(
+            seq_ids=[seq.seq_id for seq in seqs],
+            rows=[_row(seq) for seq in seqs],
+            chunks=chunks,
+            growth=growth,
+            max_context_len=max(seq.num_computed_tokens for seq in seqs),
+        )
+
+
+def _row(seq: Sequence) -> int:
+    assert seq.row is not None, "only residents are scheduled"
+    return seq.row

@@ -1,0 +1,81 @@
+"""One request and its counters.
+
+Computed tokens chase known tokens: scheduling a step advances `num_computed_tokens` (and
+`num_tokens` where the step samples), completing it appends the id to `token_ids`. Between the two
+`num_tokens` is ahead of `len(token_ids)`.
+"""
+
+from enum import Enum, auto
+
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A request's tokens, blocks and progress.
+
+    seq_id: unique in its engine, in order of submission.
+    token_ids: prompt and completion as far as known; a copy of the caller's list.
+    num_tokens: known tokens plus one that is being sampled.
+    num_computed_tokens: leading tokens whose K/V is, or with the launched steps will be, cached.
+    max_num_tokens: prompt and completion never exceed this.
+    seed: 64 bits that key the sampling noise.
+    row: index in the runner's per-row state while resident, else None.
+    block_hashes: hash chain of the leading full blocks of `token_ids`, extended on demand.
+    num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "finish_reason",
+        "ignore_eos",
+        "max_num_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "num_tokens",
+        "row",
+        "seed",
+        "seq_id",
+        "status",
+        "temperature",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self.seq_id = seq_id
+        self.status = SequenceStatus.WAITING
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.max_num_tokens = min(
+            self.num_prompt_tokens + sampling_params.max_tokens, max_model_len
+        )
+        self.temperature = float(sampling_params.temperature)
+        self.ignore_eos = sampling_params.ignore_eos
+        self.seed = seed
+        self.row: int | None = None
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []
+        self.num_published_blocks = 0
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,10 @@
+"""The gated activation of SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+import torch
+import torch.nn.functional as F
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[..., 2 * n], gate | up -> silu(gate) * up, [..., n]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,45 @@
+"""Token embedding and LM head, their rows (vocabulary entries) split over the ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows [rank * share, (rank + 1) * share) of the embedding; other ids contribute zeros."""
+
+    def __init__(
+        self,
+        group: TPGroup,
+        vocab_size: int,
+        hidden_size: int,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        """`weight` is another module's to share, None for an own one."""
+        super().__init__()
+        self.group = group
+        share = group.share(vocab_size, "vocab_size")
+        self.first_id = group.rank * share
+        self.weight = nn.Parameter(torch.empty(share, hidden_size)) if weight is None else weight
+        shard = Shard(full=vocab_size, source=self.first_id, target=0, size=share)
+        set_weight_loader(self.weight, WeightLoader({None: shard}))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [t] -> [t, hidden_size]"""
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.first_id
+        is_mine = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
+        return self.group.all_reduce(rows)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Logits over this rank's rows. A tied head is given the embedding's weight."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size / group.size]"""
+        return F.linear(hidden, self.weight)

@@ -1,0 +1,66 @@
+"""Sampling by Gumbel-max with counter-based noise.
+
+argmax(logits / T + Gumbel noise) is a draw from softmax(logits / T) (Maddison et al. 2014,
+arXiv:1411.0030). The noise is a hash of (request seed, position, token id) alone, so a request's
+draws do not depend on its neighbours, on preemption, on chunking, or on who computes them.
+"""
+
+import torch
+from torch import nn
+
+_MASK32 = 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor, multiplier: int, shift: int) -> torch.Tensor:
+    """One multiply-xorshift round on 32-bit values held in int64."""
+    x = (x * multiplier) & _MASK32
+    return x ^ (x >> shift)
+
+
+def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """64-bit seeds (as int64) and positions, [n] each -> two 32-bit keys, int64 [n] each."""
+    low, high = seeds & _MASK32, (seeds >> 32) & _MASK32
+    first = _mix(_mix(low ^ ((positions * 0x9E3779B1) & _MASK32), 0x7FEB352D, 15), 0x846CA68B, 16)
+    second = _mix(_mix((high + first) & _MASK32, 0x21F0AAAD, 15), 0x735A2D97, 15)
+    return first, second
+
+
+def gumbel_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Seeds and positions int64 [n], token ids int64 [v] -> standard Gumbel noise, fp32 [n, v].
+
+    The hash is the two-round multiply-xorshift of C. Wellons (lowbias32), with the row's second key
+    added between the rounds.
+    """
+    first, second = noise_keys(seeds, positions)
+    x = token_ids.unsqueeze(0) ^ first.unsqueeze(1)
+    x = x ^ (x >> 16)
+    x = _mix(x, 0x7FEB352D, 15)
+    x = (x + second.unsqueeze(1)) & _MASK32
+    x = _mix(x, 0x846CA68B, 16)
+    # In (0, 1), and precise where it is small: that is where the largest noise comes from.
+    uniform = (x.float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+class Sampler(nn.Module):
+    """Draws one token per row; temperature 0 takes the largest logit, ties the lowest id."""
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """logits [n, vocab]; temperatures fp32, seeds int64, positions int64 of the tokens being
+        sampled, [n] each -> token ids int64 [n]"""
+        scores = logits.float()
+        rows = (temperatures > 0).nonzero().squeeze(1)
+        if rows.numel():
+            token_ids = torch.arange(logits.shape[1], device=logits.device)
+            noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
+            noisy = scores[rows] / temperatures[rows].unsqueeze(1) + noise
+            scores = scores.index_copy(0, rows, noisy)
+        return scores.argmax(dim=-1)

@@ -1,0 +1,148 @@
+"""The facade: a batch of prompts in, ordered results out."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+class LLM(LLMEngine):
+    """A model ready to generate.
+
+    `LLM(model, **config)`: `model` is a local checkpoint directory, the keywords are the fields of
+    `Config`. Usable as a context manager; leaving it, or `exit()`, frees everything.
+    """
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.exit()
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes each prompt; results in the order of the prompts.
+
+        prompts: a list of texts and token-id lists, or one of either.
+        sampling_params: one for all, or a list of the prompts' length; None is the defaults.
+
+        All prompts are checked before any is queued (`TypeError`, `ValueError` with the index of
+        the prompt). If a step raises, or on Ctrl-C, which takes effect between two steps, this
+        call's requests are aborted and the engine stays usable. Requests added before by
+        `add_request` are served along; `step` returns their results.
+        """
+        self._check_open()
+        batch = _as_batch(prompts)
+        params = _params_for_each(sampling_params, len(batch))
+        token_ids = [self._checked_token_ids(p, f"prompt {i}") for i, p in enumerate(batch)]
+        seq_ids = [self._enqueue(*request) for request in zip(token_ids, params, strict=True)]
+        try:
+            with _deferred_interrupt() as raise_if_interrupted:
+                finished = self._run(set(seq_ids), use_tqdm, raise_if_interrupted)
+        except BaseException:
+            self.scheduler.abort(seq_ids)
+            raise
+        return [self._output(finished[seq_id]) for seq_id in seq_ids]
+
+    def _run(
+        self, seq_ids: set[int], use_tqdm: bool, raise_if_interrupted: Callable[[], None]
+    ) -> dict[int, Sequence]:
+        """Steps until all of `seq_ids` have ended."""
+        finished: dict[int, Sequence] = {}
+        rates = {"Prefill": "-", "Decode": "-"}
+        with tqdm(total=len(seq_ids), desc="Generating", disable=not use_tqdm) as bar:
+            while len(finished) < len(seq_ids):
+                start = perf_counter()
+                ended, num_tokens = self._step()
+                rate = f"{abs(num_tokens) / (perf_counter() - start):.0f}tok/s"
+                rates["Prefill" if num_tokens > 0 else "Decode"] = rate
+                bar.set_postfix(rates, refresh=False)
+                for seq in ended:
+                    if seq.seq_id in seq_ids:
+                        finished[seq.seq_id] = seq
+                        bar.update()
+                    else:
+                        self._unreported.append(seq)
+                raise_if_interrupted()
+        return finished
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        token_ids = seq.completion_token_ids
+        assert seq.finish_reason is not None
+        return {
+            "text": "" if self.tokenizer is None else cast(str, self.tokenizer.decode(token_ids)),
+            "token_ids": token_ids,
+            "finish_reason": seq.finish_reason,
+        }
+
+
+def _as_batch(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list):
+        raise TypeError(
+            f"prompts must be a str, a list of token ids, or a list of these: {prompts!r}"
+        )
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
+    if not isinstance(params, list):
+        params = [SamplingParams() if params is None else params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"{len(params)} sampling_params for {num_prompts} prompts; give one object, or one each"
+        )
+    for index, item in enumerate(params):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"sampling_params {index} must be a SamplingParams, got {item!r}")
+    return params
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the yielded function is called, or the block ends.
+
+    A second Ctrl-C acts at once. Only in the main thread, which alone may set signal handlers, and
+    only where Python handles the signal now.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield lambda: None
+        return
+    is_interrupted = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        signal.signal(signal.SIGINT, previous)
+
+    def raise_if_interrupted() -> None:
+        if is_interrupted:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_interrupted
+        raise_if_interrupted()
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,31 @@
+"""What attention must know about one step."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Per-step attention metadata; an argument of `forward`, never a global.
+
+    Every tensor is on the model's device. n sequences, t tokens in the step.
+
+    slot_mapping: int64 [t], where each token's K/V goes (block id * block size + offset), -1: nowhere.
+    context_lens: int32 [n], cached tokens per sequence, this step's included; 0 for padding rows.
+    block_tables: int32 [n, width], block ids of each sequence; columns past its length are
+        arbitrary. None in a prefill means that no sequence has a cached prefix, so that attention
+        may use the step's fresh K/V.
+    max_seqlen_k: a bound on `context_lens` known to the host.
+    cu_seqlens_q, cu_seqlens_k: int32 [n + 1], cumulative new and total tokens per sequence;
+        cu_seqlens_q is None in a decode step (one token per sequence).
+    max_seqlen_q: the longest chunk of new tokens.
+    """
+
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor | None
+    max_seqlen_k: int
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 1
