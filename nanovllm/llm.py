@@ -99,15 +99,14 @@ def _as_batch(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, list):
-        raise TypeError(
-            f"prompts must be a str, a list of token ids, or a list of these: {prompts!r}"
-        )
+        raise TypeError(f"prompts must be a list (or one str), got {prompts!r}")
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
-def _params_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
-    if not isinstance(params, list):
-        params = [SamplingParams() if params is None else params] * num_prompts
+def _params_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
+    params: list[SamplingParams] = given
+    if not isinstance(given, list):
+        params = [SamplingParams() if given is None else given] * num_prompts
     if len(params) != num_prompts:
         raise ValueError(
             f"{len(params)} sampling_params for {num_prompts} prompts; give one object, or one each"

@@ -37,7 +37,7 @@ class LLMEngine:
         self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queues one request and returns its id; `TypeError`/`ValueError` if it cannot be served."""
+        """Queues one request, returns its id; `TypeError`/`ValueError` if it cannot be served."""
         self._check_open()
         return self._enqueue(self._checked_token_ids(prompt, "prompt"), sampling_params)
 
@@ -94,27 +94,26 @@ class LLMEngine:
                 raise ValueError(
                     f"{what} is text, but {self.config.model} has no tokenizer; pass token ids"
                 )
-            prompt = self.tokenizer.encode(prompt)
+            token_ids: list[int] = self.tokenizer.encode(prompt)
         elif not isinstance(prompt, list):
             raise TypeError(f"{what} must be a str or a list of token ids, got {prompt!r}")
-        if not prompt:
+        else:
+            token_ids = prompt
+        if not token_ids:
             raise ValueError(f"{what} is empty; it needs at least one token")
-        if len(prompt) >= self.config.max_model_len:
+        if len(token_ids) >= self.config.max_model_len:
             raise ValueError(
-                f"{what} has {len(prompt)} tokens, which leaves no room for a completion within "
+                f"{what} has {len(token_ids)} tokens, which leaves no room for a completion within "
                 f"max_model_len={self.config.max_model_len}; shorten it or raise max_model_len"
             )
-        self._check_ids(prompt, what)
-        return prompt
+        self._check_ids(token_ids, what)
+        return token_ids
 
     def _check_ids(self, token_ids: list[int], what: str) -> None:
         vocab_size = self.config.hf_config.vocab_size
-        if (
-            set(map(type, token_ids)) == {int}
-            and min(token_ids) >= 0
-            and max(token_ids) < vocab_size
-        ):
-            return  # the usual case, at C speed
+        are_ints = set(map(type, token_ids)) == {int}  # C speed: most prompts need no loop
+        if are_ints and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return
         for index, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool):
                 raise TypeError(f"{what} has {token_id!r} at index {index}; token ids are ints")

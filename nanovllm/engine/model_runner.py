@@ -1,4 +1,4 @@
-"""One device's side of the engine: the model, its K/V cache and row state, and the steps on them."""
+"""One device's side of the engine: model, K/V cache and row state, and the steps on them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,12 +59,9 @@ class ModelRunner:
         if not inputs.sampled_rows.numel():
             return CompletedStep([])
         logits = self.model.compute_logits(hidden[inputs.logits_indices])
-        rows = inputs.sampled_rows
+        rows, state = inputs.sampled_rows, self.rows
         sampled = self.sampler(
-            logits,
-            self.rows.temperatures[rows],
-            self.rows.seeds[rows],
-            self.rows.context_lens[rows],
+            logits, state.temperatures[rows], state.seeds[rows], state.context_lens[rows]
         )
         self.rows.finish(inputs, sampled)
         return CompletedStep(sampled.tolist())

@@ -37,10 +37,10 @@ class RowState:
     ) -> None:
         self.block_size = block_size
         self.device = device
-        long = {"dtype": torch.int64, "device": device}
-        self.last_tokens = torch.zeros(max_num_seqs, **long)
-        self.context_lens = torch.zeros(max_num_seqs, **long)  # tokens in the cache
-        self.seeds = torch.zeros(max_num_seqs, **long)
+        # Tokens in the cache, and the one that follows them.
+        self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.block_tables = torch.zeros(
             max_num_seqs, max_num_blocks, dtype=torch.int32, device=device

@@ -38,7 +38,7 @@ class AttentionBackend(Protocol):
         scale: float,
         context: Context,
     ) -> torch.Tensor:
-        """q, k, v of this step (k, v already stored) -> output, the shape of q [t, heads, head_dim].
+        """q, k, v of this step (k, v already stored) -> output [t, heads, head_dim], as q.
 
         Rows of context length 0 come out as zeros.
         """

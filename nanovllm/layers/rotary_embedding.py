@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half pairing (j, j + d/2)."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairing j with j + d/2."""
 
 import torch
 from torch import nn

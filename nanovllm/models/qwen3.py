@@ -201,10 +201,8 @@ def _check_supported(hf_config: PretrainedConfig) -> None:
         raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
     layer_types = getattr(hf_config, "layer_types", None)
     if layer_types is None:  # transformers before 4.53
-        window = hf_config.sliding_window if hf_config.use_sliding_window else None
-        is_sliding = (
-            window is not None and hf_config.max_window_layers < hf_config.num_hidden_layers
-        )
+        has_window = hf_config.use_sliding_window and hf_config.sliding_window is not None
+        is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
     else:
         is_sliding = any(kind != "full_attention" for kind in layer_types)
     if is_sliding:

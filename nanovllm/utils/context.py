@@ -11,7 +11,8 @@ class Context:
 
     Every tensor is on the model's device. n sequences, t tokens in the step.
 
-    slot_mapping: int64 [t], where each token's K/V goes (block id * block size + offset), -1: nowhere.
+    slot_mapping: int64 [t], where each token's K/V goes: block id * block size + offset, or -1
+        for nowhere.
     context_lens: int32 [n], cached tokens per sequence, this step's included; 0 for padding rows.
     block_tables: int32 [n, width], block ids of each sequence; columns past its length are
         arbitrary. None in a prefill means that no sequence has a cached prefix, so that attention

@@ -65,8 +65,9 @@ def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
 
 
 def _weight_loader(param: nn.Parameter) -> WeightLoader:
-    whole = {None: Shard(full=param.shape[0], source=0, target=0, size=param.shape[0])}
-    return getattr(param, "weight_loader", None) or WeightLoader(whole)
+    size = param.shape[0]
+    whole = WeightLoader({None: Shard(full=size, source=0, target=0, size=size)})
+    return getattr(param, "weight_loader", None) or whole
 
 
 class _FileTensor:
@@ -89,7 +90,7 @@ class Checkpoint:
         self._file_of: dict[str, Path] = {}
         for file in self._files():
             with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():
+                for name in handle.keys():  # noqa: SIM118 - not a dict
                     if name in self._file_of:
                         raise ValueError(
                             f"{self.path}: tensor {name!r} is in both {self._file_of[name].name} "
@@ -114,14 +115,14 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """Tensor names, less the buffers that some old checkpoints store and every model derives."""
+        """Tensor names, less buffers that some old checkpoints store and every model derives."""
         return {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
         """The named tensors, file by file; each is readable only until the next is asked for."""
         for file in sorted({self._file_of[name] for name in names}):
             with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():
+                for name in handle.keys():  # noqa: SIM118 - not a dict
                     if name in names:
                         yield name, _FileTensor(handle, name)
 
@@ -141,7 +142,7 @@ class Checkpoint:
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
-    """Fills every parameter of `model`; `ValueError` if the checkpoint does not match it exactly."""
+    """Fills every parameter of `model`; `ValueError` if the checkpoint does not match exactly."""
     sources = _sources(model, packed_modules)
     _check_names(checkpoint, set(sources))
     for name, tensor in checkpoint.tensors(set(sources)):
