@@ -17,12 +17,22 @@ def _mix(x: torch.Tensor, multiplier: int, shift: int) -> torch.Tensor:
     return x ^ (x >> shift)
 
 
+def _hash32(x: torch.Tensor) -> torch.Tensor:
+    """lowbias32 of C. Wellons: a 32-bit permutation without visible bias."""
+    x = x & _MASK32
+    x = x ^ (x >> 16)
+    return _mix(_mix(x, 0x7FEB352D, 15), 0x846CA68B, 16)
+
+
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """64-bit seeds (as int64) and positions, [n] each -> two 32-bit keys, int64 [n] each."""
+    """64-bit seeds (as int64) and positions, [n] each -> two 32-bit keys, int64 [n] each.
+
+    Both depend on every bit of seed and position.
+    """
     low, high = seeds & _MASK32, (seeds >> 32) & _MASK32
-    first = _mix(_mix(low ^ ((positions * 0x9E3779B1) & _MASK32), 0x7FEB352D, 15), 0x846CA68B, 16)
-    second = _mix(_mix((high + first) & _MASK32, 0x21F0AAAD, 15), 0x735A2D97, 15)
-    return first, second
+    inner = _hash32(low ^ _hash32(positions))
+    first = _hash32(high + inner)
+    return first, _hash32(first * 0x9E3779B1 + inner)
 
 
 def gumbel_noise(
@@ -30,8 +40,7 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Seeds and positions int64 [n], token ids int64 [v] -> standard Gumbel noise, fp32 [n, v].
 
-    The hash is the two-round multiply-xorshift of C. Wellons (lowbias32), with the row's second key
-    added between the rounds.
+    The hash is `_hash32` of the id xor the row's first key, its second key added between the rounds.
     """
     first, second = noise_keys(seeds, positions)
     x = token_ids.unsqueeze(0) ^ first.unsqueeze(1)

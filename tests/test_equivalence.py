@@ -1,0 +1,120 @@
+"""The same greedy tokens whatever way the engine goes about them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM
+from tests.reference import greedy_ids
+
+NUM_TOKENS = 24
+Prompts = list[list[int]]
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def make_llm(tiny_qwen3: Path) -> MakeLLM:
+    def make(**config: Any) -> LLM:
+        defaults = {"max_model_len": 128, "kvcache_block_size": 16}
+        return LLM(str(tiny_qwen3), **(defaults | config))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(make_llm: MakeLLM, ragged_prompts: Prompts) -> Prompts:
+    """One prompt at a time, no prefix cache, no chunks, no preemption."""
+    llm = make_llm(enable_prefix_caching=False, max_num_seqs=1)
+    return [greedy_ids(llm, [prompt], NUM_TOKENS)[0] for prompt in ragged_prompts]
+
+
+def test_batch_of_32_equals_one_by_one(
+    make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    assert greedy_ids(make_llm(), ragged_prompts, NUM_TOKENS) == expected
+
+
+def test_prefix_cache_off_cold_and_hit(
+    make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    off = make_llm(enable_prefix_caching=False)
+    assert greedy_ids(off, ragged_prompts, NUM_TOKENS) == expected
+    assert greedy_ids(off, ragged_prompts, NUM_TOKENS) == expected
+    cached = make_llm()
+    assert greedy_ids(cached, ragged_prompts, NUM_TOKENS) == expected
+    num_prefilled = count_prefilled_tokens(cached)
+    assert greedy_ids(cached, ragged_prompts, NUM_TOKENS) == expected
+    assert sum(num_prefilled) < sum(map(len, ragged_prompts)), "the second run had no hits"
+
+
+def count_prefilled_tokens(llm: LLM) -> list[int]:
+    """Records, from now on, the tokens that each prefill step computes."""
+    counts: list[int] = []
+    schedule = llm.scheduler.schedule
+
+    def spy() -> Any:
+        batch = schedule()
+        if batch is not None and batch.is_prefill:
+            counts.append(batch.num_tokens)
+        return batch
+
+    llm.scheduler.schedule = spy  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("budget", [7, 64, 16384])
+def test_chunked_prefill(
+    budget: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    llm = make_llm(max_num_batched_tokens=budget)
+    counts = count_prefilled_tokens(llm)
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
+    assert max(counts) <= budget
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected  # chunks after cache hits
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("budget", [20, 16384])
+def test_preemption(
+    enable_prefix_caching: bool,
+    budget: int,
+    make_llm: MakeLLM,
+    ragged_prompts: Prompts,
+    expected: Prompts,
+) -> None:
+    llm = make_llm(
+        num_kvcache_blocks=9,
+        enable_prefix_caching=enable_prefix_caching,
+        max_num_batched_tokens=budget,
+    )
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
+    assert llm.scheduler.num_preemptions > 0
+    llm.scheduler.block_manager.check_integrity([])
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 256])
+def test_block_sizes(
+    block_size: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    llm = make_llm(kvcache_block_size=block_size)
+    for _ in range(2):
+        assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 17])
+def test_max_num_seqs(
+    max_num_seqs: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    llm = make_llm(max_num_seqs=max_num_seqs)
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
+
+
+def test_prompt_lengths_around_a_block(make_llm: MakeLLM, ragged_prompts: Prompts) -> None:
+    tokens = [token for prompt in ragged_prompts for token in prompt]
+    prompts = [tokens[:length] for length in (15, 16, 17, 31, 32, 33)]
+    alone = make_llm(enable_prefix_caching=False, max_num_seqs=1)
+    together = make_llm(max_num_batched_tokens=16)
+    for _ in range(2):
+        assert greedy_ids(together, prompts, NUM_TOKENS) == greedy_ids(alone, prompts, NUM_TOKENS)

@@ -1,0 +1,84 @@
+"""The same logits and the same greedy ids as Hugging Face."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from tests.checkpoints import make_checkpoint
+from tests.reference import HuggingFace, greedy_ids, next_token_logits
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {},
+    "qwen3-untied": {"tie_word_embeddings": False},
+    "qwen3-biases": {"attention_bias": True},
+    "qwen3-wide-heads": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 40},
+    "qwen2-tied": {"architecture": "Qwen2ForCausalLM"},
+    "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), **CASES[request.param])
+
+
+def test_logits_and_greedy_ids_equal_hugging_face(
+    checkpoint: Path, ragged_prompts: list[list[int]]
+) -> None:
+    prompts = ragged_prompts[16:]
+    reference = HuggingFace(checkpoint)
+    with LLM(str(checkpoint), max_model_len=256, kvcache_block_size=16) as llm:
+        logits = next_token_logits(llm, prompts)
+        ids = greedy_ids(llm, prompts, max_tokens=64)
+    expected_logits = torch.stack([reference.last_logits(prompt) for prompt in prompts])
+    error = (logits - expected_logits).abs().max() / expected_logits.abs().max()
+    assert error < 1e-4
+    expected = [reference.greedy(prompt, 64, stop=frozenset()) for prompt in prompts]
+    assert ids == expected
+    assert len({token for completion in ids for token in completion}) > 50, "degenerate text"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_logits_are_close(
+    dtype: str, tiny_qwen3: Path, ragged_prompts: list[list[int]]
+) -> None:
+    prompts = ragged_prompts[:8]
+    reference = HuggingFace(tiny_qwen3)
+    with LLM(str(tiny_qwen3), dtype=dtype, max_model_len=256) as llm:
+        logits = next_token_logits(llm, prompts)
+    expected = torch.stack([reference.last_logits(prompt) for prompt in prompts])
+    error = (logits - expected).norm() / expected.norm()
+    assert error < {"float16": 0.01, "bfloat16": 0.06}[dtype]
+
+
+@pytest.mark.slow
+def test_real_checkpoint_answers_as_hugging_face() -> None:
+    """NANOVLLM_TEST_MODEL: a chat checkpoint of a supported architecture; run in fp32."""
+    path = os.environ.get("NANOVLLM_TEST_MODEL")
+    if path is None:
+        pytest.skip("NANOVLLM_TEST_MODEL is not set")
+    questions = [
+        "What is the capital of France?",
+        "Write one sentence about the sea.",
+        "List three colours.",
+        "Who wrote Pride and Prejudice?",
+        "Explain in short what a prime number is.",
+    ]
+    reference = HuggingFace(path)
+    with LLM(path, dtype="float32", max_model_len=512, max_num_seqs=8) as llm:
+        assert llm.tokenizer is not None
+        prompts = []
+        for question in questions:
+            text = llm.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            prompts.append(llm.tokenizer.encode(text))
+        ids = greedy_ids(llm, prompts, max_tokens=40, ignore_eos=False)
+        stop = llm.scheduler.stop_token_ids
+        for question, completion in zip(questions, ids, strict=True):
+            print(f"{question!r} -> {llm.tokenizer.decode(completion)!r}")
+    assert ids == [reference.greedy(prompt, 40, stop) for prompt in prompts]
