@@ -40,7 +40,7 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Seeds and positions int64 [n], token ids int64 [v] -> standard Gumbel noise, fp32 [n, v].
 
-    The hash is `_hash32` of the id xor the row's first key, its second key added between the rounds.
+    The hash is `_hash32` of id xor first key, with the second key added between its rounds.
     """
     first, second = noise_keys(seeds, positions)
     x = token_ids.unsqueeze(0) ^ first.unsqueeze(1)
