@@ -39,7 +39,7 @@ ENGINE_OPTIONS = (
     "device",
     "dtype",
 )
-PACKAGES = ("nanovllm", "torch", "triton", "transformers")
+PACKAGES = ("nanovllm", "triton", "transformers")
 
 
 def make_workload(
@@ -146,9 +146,10 @@ def describe(llm: LLM) -> dict[str, Any]:
     }
     config["num_kvcache_blocks"] = llm.scheduler.block_manager.num_blocks  # measured, if it was -1
     versions = {name: version(name) for name in PACKAGES}
+    versions |= {"python": platform.python_version(), "torch": torch.__version__}  # with its build
     return {
         "config": {k: str(v) if k.startswith("torch_") else v for k, v in config.items()},
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions,
         "device_name": device_name(llm.config.torch_device),
         "num_cpus": os.cpu_count(),
         "num_torch_threads": torch.get_num_threads(),
