@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,19 @@ def _checkpoint_dir(model: object) -> Path:
 
 
 def _resolve_device(device: object) -> torch.device:
-    if device not in ("auto", "cpu"):
-        raise ValueError(f"device must be 'auto' or 'cpu', got {device!r}")
-    return torch.device("cpu")
+    has_cuda = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if device == "cpu":
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ValueError(f"device={device!r}, but torch sees no CUDA GPU; use 'cpu' or 'auto'")
+    index = int(device[5:]) if device[5:] else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r}, but there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
 
 
 def _resolve_dtype(dtype: object, hf_config: PretrainedConfig) -> torch.dtype:

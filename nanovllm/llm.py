@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.llm_engine import LLMEngine, Prompt, check_sampling_params
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ class LLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -54,9 +54,11 @@ class LLM(LLMEngine):
         batch = _as_batch(prompts)
         params = _params_for_each(sampling_params, len(batch))
         token_ids = [self._checked_token_ids(p, f"prompt {i}") for i, p in enumerate(batch)]
-        seq_ids = [self._enqueue(*request) for request in zip(token_ids, params, strict=True)]
+        seq_ids: list[int] = []
         try:
             with _deferred_interrupt() as raise_if_interrupted:
+                for request in zip(token_ids, params, strict=True):
+                    seq_ids.append(self._enqueue(*request))
                 finished = self._run(set(seq_ids), use_tqdm, raise_if_interrupted)
         except BaseException:
             self.scheduler.abort(seq_ids)
@@ -112,8 +114,7 @@ def _params_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
             f"{len(params)} sampling_params for {num_prompts} prompts; give one object, or one each"
         )
     for index, item in enumerate(params):
-        if not isinstance(item, SamplingParams):
-            raise TypeError(f"sampling_params {index} must be a SamplingParams, got {item!r}")
+        check_sampling_params(item, f"sampling_params {index}")
     return params
 
 

@@ -1,6 +1,6 @@
 """Per-request sampling knobs, checked at construction."""
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Real
 
@@ -25,7 +25,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
             raise TypeError(f"temperature must be a number, got {self.temperature!r}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= sys.float_info.max:  # nor nan
             raise ValueError(
                 f"temperature must be finite and >= 0 (0 is greedy), got {self.temperature}"
             )

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.sampler import Sampler, gumbel_noise
+from nanovllm.layers.sampler import gumbel_noise, sample
 
 NUM_DRAWS = 65536
 
@@ -15,7 +15,7 @@ NUM_DRAWS = 65536
 def draw(logits: torch.Tensor, temperature: float, seeds: torch.Tensor) -> torch.Tensor:
     n = len(seeds)
     temperatures = torch.full((n,), temperature)
-    return Sampler()(logits.expand(n, -1), temperatures, seeds, torch.arange(n) % 4096)
+    return sample(logits.expand(n, -1), temperatures, seeds, torch.arange(n) % 4096)
 
 
 def chi_square_p(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -43,7 +43,7 @@ def test_consecutive_keys_are_independent(what: str) -> None:
         "high seeds": (index << 32, zero),
         "positions": (zero, index),
     }[what]
-    ids = Sampler()(torch.zeros(n, vocab), torch.ones(n), seeds, positions)
+    ids = sample(torch.zeros(n, vocab), torch.ones(n), seeds, positions)
     pairs = torch.bincount(ids[:-1] * vocab + ids[1:], minlength=vocab * vocab)
     assert chi_square_p(pairs, torch.full((vocab * vocab,), 1 / vocab**2)) > 1e-3
 
@@ -67,7 +67,7 @@ def test_noise_is_precise_where_it_is_large() -> None:
 def test_greedy_is_exact_and_takes_the_lowest_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 3.0, 3.0, 5.0], [0.0, 0.0, 0.0, 0.0]])
     zeros = torch.zeros(3)
-    ids = Sampler()(logits, zeros, torch.arange(3), torch.arange(3))
+    ids = sample(logits, zeros, torch.arange(3), torch.arange(3))
     assert ids.tolist() == [1, 0, 0]
 
 
@@ -76,11 +76,11 @@ def test_rows_do_not_influence_each_other_and_logits_stay_untouched() -> None:
     temperatures = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0, 1.0])
     seeds, positions = torch.arange(6), torch.arange(6) + 9
     before = logits.clone()
-    together = Sampler()(logits, temperatures, seeds, positions)
+    together = sample(logits, temperatures, seeds, positions)
     assert torch.equal(logits, before)
     for i in range(6):
         row = slice(i, i + 1)
-        assert Sampler()(logits[row], temperatures[row], seeds[row], positions[row]) == together[i]
+        assert sample(logits[row], temperatures[row], seeds[row], positions[row]) == together[i]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ filled its block has completed; a free block keeps its hash until it is dealt ou
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -21,6 +22,19 @@ def chain_hash(previous: int, token_ids: list[int]) -> int:
     return digest.intdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """What a published block holds; blocks that hold the same share one object.
+
+    A hit compares the tokens and, by identity, all that precedes them: the K/V of equal tokens
+    differs after a prefix whose hash merely collides.
+    """
+
+    block_hash: int
+    token_ids: list[int]
+    previous: "CachedBlock | None"
+
+
 class BlockManager:
     """Deals out `num_blocks` blocks of `block_size` tokens; every call is O(blocks touched)."""
 
@@ -31,7 +45,7 @@ class BlockManager:
         self._num_dealt = 0  # ids from here on have never been used
         self._ref_counts: dict[int, int] = {}  # blocks in use
         self._freed: OrderedDict[int, None] = OrderedDict()  # least recently freed first
-        self._published: dict[int, tuple[int, list[int]]] = {}  # block id -> (hash, its tokens)
+        self._published: dict[int, CachedBlock] = {}  # by block id
         self._block_by_hash: dict[int, int] = {}
 
     @property
@@ -92,7 +106,12 @@ class BlockManager:
         self._extend_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
             block_id, block_hash = seq.block_table[index], seq.block_hashes[index]
-            self._published[block_id] = (block_hash, self._tokens_of(seq, index))
+            tokens = self._tokens_of(seq, index)
+            previous = self._published[seq.block_table[index - 1]] if index else None
+            twin = self._lookup(block_hash, tokens, previous)
+            self._published[block_id] = (
+                CachedBlock(block_hash, tokens, previous) if twin is None else self._published[twin]
+            )
             self._block_by_hash[block_hash] = block_id
         seq.num_published_blocks = max(seq.num_published_blocks, num_full)
 
@@ -105,7 +124,9 @@ class BlockManager:
         assert known == set(range(self._num_dealt)), "a block is neither free nor in use"
         assert self._num_dealt <= self.num_blocks
         for block_hash, block_id in self._block_by_hash.items():
-            assert self._published[block_id][0] == block_hash, "a hash points at another's block"
+            assert self._published[block_id].block_hash == block_hash, (
+                "a hash points at another's block"
+            )
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
         """Cached blocks of the longest known prefix, never all tokens: one must be computed."""
@@ -113,13 +134,23 @@ class BlockManager:
             return []
         num_usable = (len(seq.token_ids) - 1) // self.block_size
         self._extend_hashes(seq, num_usable)
-        hits = []
+        hits: list[int] = []
         for index in range(num_usable):
-            block_id = self._block_by_hash.get(seq.block_hashes[index])
-            if block_id is None or self._published[block_id][1] != self._tokens_of(seq, index):
+            previous = self._published[hits[-1]] if hits else None
+            block_id = self._lookup(seq.block_hashes[index], self._tokens_of(seq, index), previous)
+            if block_id is None:
                 break
             hits.append(block_id)
         return hits
+
+    def _lookup(
+        self, block_hash: int, token_ids: list[int], previous: CachedBlock | None
+    ) -> int | None:
+        block_id = self._block_by_hash.get(block_hash)
+        if block_id is None:
+            return None
+        cached = self._published[block_id]
+        return block_id if cached.previous is previous and cached.token_ids == token_ids else None
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         hashes = seq.block_hashes
@@ -136,9 +167,9 @@ class BlockManager:
             self._num_dealt += 1
         else:
             block_id, _ = self._freed.popitem(last=False)
-            block_hash, _ = self._published.pop(block_id, (None, None))
+            cached = self._published.pop(block_id, None)
             # Two sequences may have published the same hash; the entry may be the other's.
-            if block_hash is not None and self._block_by_hash.get(block_hash) == block_id:
-                del self._block_by_hash[block_hash]
+            if cached is not None and self._block_by_hash.get(cached.block_hash) == block_id:
+                del self._block_by_hash[cached.block_hash]
         self._ref_counts[block_id] = 1
         return block_id

@@ -3,41 +3,73 @@
 import logging
 
 import psutil
+import torch
 
 from nanovllm.config import Config
 
 logger = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE = 0.25  # of what is available
+GIB = 2**30
 
 
-def resolve_num_blocks(config: Config, block_bytes: int) -> int:
-    """Blocks in the pool: as configured, else enough for every resident within the memory share.
+def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int:
+    """Blocks in the pool: as configured, else as many as `pool_bytes` holds.
 
-    block_bytes: K and V of one block over all layers. `ValueError` if the configured pool cannot
-    hold one request of `max_model_len` tokens.
+    block_bytes: K and V of one block over all layers. `ValueError` if the pool cannot hold one
+    request of `max_model_len` tokens, or what is configured does not fit.
     """
     need = -(-config.max_model_len // config.kvcache_block_size)  # blocks for one request
+    affordable = pool_bytes // block_bytes
     if config.num_kvcache_blocks != -1:
-        check_pool(config, config.num_kvcache_blocks, need)
-        return config.num_kvcache_blocks
-    available = psutil.virtual_memory().available
-    affordable = int(available * CPU_MEMORY_SHARE) // block_bytes
-    num_blocks = max(min(config.max_num_seqs * need, affordable), need)
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks > affordable and config.torch_device.type == "cuda":
+            raise ValueError(
+                f"num_kvcache_blocks={num_blocks} takes {num_blocks * block_bytes / GIB:.2f} GiB, "
+                f"but {pool_bytes / GIB:.2f} GiB are free for it: at most {affordable}"
+            )
+    elif config.torch_device.type == "cuda":
+        num_blocks = affordable
+    else:
+        num_blocks = max(min(config.max_num_seqs * need, affordable), need)
+    if num_blocks < need:
+        size = config.kvcache_block_size
+        raise ValueError(
+            f"the K/V pool of {max(num_blocks, 0)} blocks x {size} tokens cannot hold one request "
+            f"of max_model_len={config.max_model_len} tokens, which takes {need} blocks "
+            f"({need * block_bytes / GIB:.2f} GiB; {max(pool_bytes, 0) / GIB:.2f} GiB are left for "
+            "the pool); raise num_kvcache_blocks or gpu_memory_utilization, or lower max_model_len "
+            "(or max_num_batched_tokens and max_num_seqs, which cost working memory)"
+        )
     logger.info(
         "K/V pool: %d blocks of %d tokens, %.2f GiB",
         num_blocks,
         config.kvcache_block_size,
-        num_blocks * block_bytes / 2**30,
+        num_blocks * block_bytes / GIB,
     )
     return num_blocks
 
 
-def check_pool(config: Config, num_blocks: int, need: int) -> None:
-    if num_blocks < need:
-        raise ValueError(
-            f"the K/V pool of {num_blocks} blocks x {config.kvcache_block_size} tokens cannot hold "
-            f"one request of max_model_len={config.max_model_len} tokens, which takes {need} "
-            f"blocks; raise num_kvcache_blocks to {need} or lower max_model_len to "
-            f"{num_blocks * config.kvcache_block_size}"
-        )
+def cpu_pool_bytes() -> int:
+    return int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
+
+
+def cuda_pool_bytes(config: Config, free_at_start: int, working_bytes: int) -> int:
+    """What this engine's share of the GPU leaves for the pool (negative if nothing).
+
+    free_at_start: free memory before the engine took any, so that what others use does not count.
+    working_bytes: what steps and graphs will need beyond what is in use now.
+    """
+    free, total = torch.cuda.mem_get_info(config.torch_device)
+    if config.num_kvcache_blocks != -1:
+        return free - working_bytes
+    used = free_at_start - free
+    share = int(total * config.gpu_memory_utilization)
+    logger.info(
+        "GPU share %.2f GiB of %.2f: %.2f in use, %.2f for steps and graphs",
+        share / GIB,
+        total / GIB,
+        used / GIB,
+        working_bytes / GIB,
+    )
+    return min(share - used, free) - working_bytes

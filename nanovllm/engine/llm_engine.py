@@ -39,6 +39,7 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queues one request, returns its id; `TypeError`/`ValueError` if it cannot be served."""
         self._check_open()
+        check_sampling_params(sampling_params, "sampling_params")
         return self._enqueue(self._checked_token_ids(prompt, "prompt"), sampling_params)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -127,6 +128,11 @@ class LLMEngine:
         if self._runner is None:
             raise RuntimeError("this engine has been closed by exit(); make a new LLM")
         return self._runner
+
+
+def check_sampling_params(value: object, what: str) -> None:
+    if not isinstance(value, SamplingParams):
+        raise TypeError(f"{what} must be a SamplingParams, got {value!r}")
 
 
 def request_seed(own: int | None, engine_seed: int, number: int) -> int:

@@ -6,5 +6,9 @@ import torch.nn.functional as F
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[..., 2 * n], gate | up -> silu(gate) * up, [..., n]"""
+    if gate_up.is_cuda:
+        from nanovllm.kernels import activation
+
+        return activation.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

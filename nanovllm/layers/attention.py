@@ -5,30 +5,21 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 
 class AttentionBackend(Protocol):
-    """Stores and attends; caches are [num_blocks, block_size, kv_heads, head_dim].
+    """Causal attention; caches are [num_blocks, block_size, kv_heads, head_dim].
 
-    Query head h uses K/V head h // (heads / kv_heads). Attention is causal, the last query aligned
-    with the last key.
+    Query head h uses K/V head h // (heads / kv_heads). Each sequence's last query is aligned with
+    its last key. The step's own K/V is already in the cache.
     """
 
     name: str
 
-    def store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Writes k, v [t, kv_heads, head_dim] to their slots; slot -1 is skipped."""
-        ...
-
-    def attend(
+    def prefill(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -38,15 +29,24 @@ class AttentionBackend(Protocol):
         scale: float,
         context: Context,
     ) -> torch.Tensor:
-        """q, k, v of this step (k, v already stored) -> output [t, heads, head_dim], as q.
+        """q [t, heads, head_dim], k and v [t, kv_heads, head_dim] of the step -> as q."""
+        ...
 
-        Rows of context length 0 come out as zeros.
-        """
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        context: Context,
+    ) -> torch.Tensor:
+        """q [n, heads, head_dim], one token per sequence -> as q; context length 0 gives zeros."""
         ...
 
 
 class Attention(nn.Module):
-    """Softmax(q k^T / sqrt(head_dim)) v. The runner binds backend and caches after sizing them."""
+    """All between the QKV projection and the output projection. The runner binds backend and
+    caches after sizing them."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -61,10 +61,55 @@ class Attention(nn.Module):
         self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        rotary: RotaryEmbedding,
+        norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> torch.Tensor:
-        """q [t, heads, head_dim], k and v [t, kv_heads, head_dim] -> [t, heads * head_dim]"""
+        """Normalises (q, k by `norms`), rotates, stores, attends.
+
+        qkv [t, (heads + 2 * kv_heads) * head_dim], q | k | v, may be overwritten
+        -> [t, heads * head_dim]
+        """
         assert self.backend is not None, "the runner binds a backend before the first step"
-        self.backend.store(k, v, self.k_cache, self.v_cache, context.slot_mapping)
-        out = self.backend.attend(q, k, v, self.k_cache, self.v_cache, self.scale, context)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if qkv.is_cuda:
+            from nanovllm.kernels.qkv import norm_rope_store
+
+            norm_rope_store(
+                qkv,
+                positions,
+                context.slot_mapping,
+                rotary.cos_sin,
+                (norms[0].weight, norms[1].weight) if norms else None,
+                norms[0].eps if norms else 0.0,
+                self.k_cache,
+                self.v_cache,
+            )
+        else:
+            if norms is not None:
+                q, k = norms[0](q), norms[1](k)
+            q, k = rotary(positions, q, k)
+            store_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+        if context.cu_seqlens_q is None:
+            out = self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)
+        else:
+            out = self.backend.prefill(q, k, v, self.k_cache, self.v_cache, self.scale, context)
         return out.flatten(1)
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Writes k, v [t, kv_heads, head_dim] to their slots; slot -1 is skipped."""
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored]
+    k_cache.flatten(0, 1)[slots] = k[is_stored]
+    v_cache.flatten(0, 1)[slots] = v[is_stored]

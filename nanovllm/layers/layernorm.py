@@ -24,6 +24,11 @@ class RMSNorm(nn.Module):
     def add_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); no residual counts as zero."""
+        """x, residual [t, size] -> (norm(x + residual), x + residual); None counts as zeros.
+        `residual` may be overwritten."""
+        if x.is_cuda:
+            from nanovllm.kernels.layernorm import add_rms_norm
+
+            return add_rms_norm(x, residual, self.weight, self.eps)
         residual = x if residual is None else x + residual
         return self(residual), residual

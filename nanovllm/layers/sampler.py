@@ -53,23 +53,46 @@ def gumbel_noise(
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Draws one token per row; temperature 0 takes the largest logit, ties the lowest id.
+
+    logits [n, vocab]; temperatures fp32, seeds int64, positions int64 of the tokens being sampled,
+    [n] each -> token ids int64 [n]
+    """
+    scores = logits.float()
+    random_rows = (temperatures > 0).nonzero().squeeze(1)
+    if len(random_rows):
+        token_ids = torch.arange(logits.shape[1], device=logits.device)
+        noise = gumbel_noise(seeds[random_rows], positions[random_rows], token_ids)
+        noisy = scores[random_rows] / temperatures[random_rows].unsqueeze(1) + noise
+        scores = scores.index_copy(0, random_rows, noisy)
+    return scores.argmax(dim=-1)
+
+
 class Sampler(nn.Module):
-    """Draws one token per row; temperature 0 takes the largest logit, ties the lowest id."""
+    """Samples the next token of rows of the runner's per-row state, and keeps it there."""
 
     def forward(
         self,
         logits: torch.Tensor,
+        rows: torch.Tensor,
         temperatures: torch.Tensor,
         seeds: torch.Tensor,
-        positions: torch.Tensor,
+        context_lens: torch.Tensor,
+        last_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """logits [n, vocab]; temperatures fp32, seeds int64, positions int64 of the tokens being
-        sampled, [n] each -> token ids int64 [n]"""
-        scores = logits.float()
-        rows = (temperatures > 0).nonzero().squeeze(1)
-        if rows.numel():
-            token_ids = torch.arange(logits.shape[1], device=logits.device)
-            noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
-            noisy = scores[rows] / temperatures[rows].unsqueeze(1) + noise
-            scores = scores.index_copy(0, rows, noisy)
-        return scores.argmax(dim=-1)
+        """logits [n, vocab], rows int64 [n] (on CUDA -1 for padding, whose result is arbitrary);
+        the others are per-row state: `context_lens`, of the tokens before, is the position sampled,
+        `last_tokens` takes the result -> token ids int64 [n]"""
+        if logits.is_cuda:
+            from nanovllm.kernels import sampler
+
+            return sampler.sample(logits, rows, temperatures, seeds, context_lens, last_tokens)
+        token_ids = sample(logits, temperatures[rows], seeds[rows], context_lens[rows])
+        last_tokens[rows] = token_ids
+        return token_ids

@@ -60,19 +60,19 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             group, num_heads * head_dim, hf_config.hidden_size, bias=spec.o_bias
         )
-        self.q_norm = RMSNorm(head_dim, eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, eps) if spec.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(head_dim, eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if spec.qk_norm else None
         self.rotary = rotary
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
 
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        heads, kv_heads, dim = self.attn.num_heads, self.attn.num_kv_heads, self.attn.head_dim
-        qkv = self.qkv_proj(hidden).unflatten(-1, (heads + 2 * kv_heads, dim))
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)  # [t, heads, head_dim] each
-        q, k = self.rotary(positions, self.q_norm(q), self.k_norm(k))
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, context))
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm, self.k_norm
+        qkv = self.qkv_proj(hidden)
+        out: torch.Tensor = self.o_proj(self.attn(qkv, positions, context, self.rotary, norms))
         return out
 
 

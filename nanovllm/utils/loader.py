@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,15 @@ def _weight_loader(param: nn.Parameter) -> WeightLoader:
     return getattr(param, "weight_loader", None) or whole
 
 
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is not a complete safetensors file ({error}); download the checkpoint again"
+        ) from None
+
+
 class _FileTensor:
     """`SliceableTensor` over one entry of an open safetensors file."""
 
@@ -89,7 +98,7 @@ class Checkpoint:
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
         for file in self._files():
-            with safe_open(file, framework="pt") as handle:
+            with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
                     if name in self._file_of:
                         raise ValueError(
@@ -121,7 +130,7 @@ class Checkpoint:
     def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
         """The named tensors, file by file; each is readable only until the next is asked for."""
         for file in sorted({self._file_of[name] for name in names}):
-            with safe_open(file, framework="pt") as handle:
+            with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
                     if name in names:
                         yield name, _FileTensor(handle, name)

@@ -1,18 +1,77 @@
 """Which attention backend serves an engine."""
 
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.attention_backends.flash_attn import BLOCK_MULTIPLE, FlashAttnBackend
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
+from nanovllm.layers.attention_backends.triton import TritonBackend
 
-NAMES = ("torch",)
+BACKENDS: dict[str, type[AttentionBackend]] = {  # fastest first
+    "triton": TritonBackend,
+    "flash_attn": FlashAttnBackend,
+    "torch": TorchBackend,
+}
 
 
-def select_backend(name: str, *, block_size: int) -> AttentionBackend:
-    """The named backend, or for "auto" the fastest that can serve the given layout."""
-    if name not in ("auto", *NAMES):
-        raise ValueError(f"attention_backend must be 'auto' or one of {NAMES}, got {name!r}")
-    if block_size & (block_size - 1):
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """What a backend must be able to serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+
+
+def select_backend(name: str, layout: AttentionLayout) -> AttentionBackend:
+    """The named backend, or for "auto" the fastest that can serve `layout`.
+
+    `ValueError` if the named one cannot, with the reason.
+    """
+    if name == "auto":
+        reasons = {name: unfit_reason(name, layout) for name in BACKENDS}
+        name = next((name for name in BACKENDS if reasons[name] is None), "torch")
+    if name not in BACKENDS:
         raise ValueError(
-            f"kvcache_block_size={block_size} does not suit attention backend 'torch', which needs "
-            "a power of two; use e.g. 256"
+            f"attention_backend must be 'auto' or one of {', '.join(BACKENDS)}, got {name!r}"
         )
-    return TorchBackend()
+    reason = unfit_reason(name, layout)
+    if reason is not None:
+        raise ValueError(f"attention backend {name!r} cannot be used: {reason}")
+    return BACKENDS[name]()
+
+
+def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
+    """Why the backend cannot serve `layout`, with the fix; None if it can."""
+    block_size = layout.block_size
+    if block_size & (block_size - 1):
+        return f"kvcache_block_size={block_size} is no power of two; use e.g. 256"
+    if name == "torch":
+        return None
+    if layout.device.type != "cuda":
+        return f"it needs a CUDA GPU, the device is {layout.device.type!r}; use 'torch'"
+    if importlib.util.find_spec(name) is None:
+        package = name.replace("_", "-")
+        return f"the package {package} is not installed; pip install {package}, or use 'auto'"
+    if layout.head_dim > 256:
+        return f"head_dim={layout.head_dim} exceeds 256; use 'torch'"
+    if name == "flash_attn":
+        return _unfit_for_flash_attn(layout)
+    return None
+
+
+def _unfit_for_flash_attn(layout: AttentionLayout) -> str | None:
+    if layout.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {layout.dtype} is neither float16 nor bfloat16; use 'triton'"
+    if layout.head_dim % 8:
+        return f"head_dim={layout.head_dim} is no multiple of 8; use 'triton'"
+    if layout.block_size % BLOCK_MULTIPLE:
+        return (
+            f"kvcache_block_size={layout.block_size} is no multiple of {BLOCK_MULTIPLE}; "
+            f"use {BLOCK_MULTIPLE}, or 'triton'"
+        )
+    return None

@@ -1,0 +1,57 @@
+"""Decode steps as CUDA graphs: one per bucket of batch sizes, replayed for any batch that fits.
+
+Padding contract: unused entries of the static `rows` are -1, and every kernel of the step leaves a
+row of -1 alone: nothing gathered, stored or written back.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+LARGEST_BUCKET = 512
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then multiples of 8, of 16 from 256 on; `max_num_seqs` itself is always one, up to
+    `LARGEST_BUCKET`."""
+    largest = min(max_num_seqs, LARGEST_BUCKET)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_BUCKET + 1, 16)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class DecodeGraphs:
+    """Captures `step`, which maps rows int64 [n] to sampled ids int64 [n], for every size."""
+
+    def __init__(
+        self,
+        step: Callable[[torch.Tensor], torch.Tensor],
+        sizes: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._sizes = sorted(sizes)
+        self._rows = torch.full((self._sizes[-1],), -1, dtype=torch.int64, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._sampled: dict[int, torch.Tensor] = {}
+        pool = None
+        for size in reversed(self._sizes):  # largest first: the others fit into its memory
+            graph = torch.cuda.CUDAGraph()
+            step(self._rows[:size])  # whatever initialises lazily must do so outside the capture
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(graph, pool=pool):
+                self._sampled[size] = step(self._rows[:size])
+            pool = pool or graph.pool()
+            self._graphs[size] = graph
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest captured size that holds `num_rows`, None if there is none."""
+        index = bisect_left(self._sizes, num_rows)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def replay(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows int64 [size], a captured one, padded with -1 -> sampled ids, int64 [size], valid
+        until the next replay."""
+        size = len(rows)
+        self._rows[:size].copy_(rows)
+        self._graphs[size].replay()
+        return self._sampled[size]

@@ -1,0 +1,85 @@
+"""Small arrays between host and device without a wait: pinned buffers in rotation.
+
+A buffer is refilled only after the event that ends its last copy; on the CPU nothing is copied.
+"""
+
+import numpy as np
+import torch
+
+NUM_BUFFERS = 4
+ALIGNMENT = 2  # int64 elements: Triton specialises on 16-byte alignment, so every array gets it
+
+
+class _PinnedBuffer:
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.array = self.tensor.numpy()
+        self.copied = torch.cuda.Event()
+
+
+class HostToDevice:
+    """Sends int64 arrays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[_PinnedBuffer] = []
+
+    def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """The arrays as int64 device tensors, by one copy."""
+        if self._device.type != "cuda":
+            return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays]
+        sizes = [-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]
+        buffer = self._next_buffer(sum(sizes))
+        offset = 0
+        for array, size in zip(arrays, sizes, strict=True):
+            buffer.array[offset : offset + len(array)] = array
+            offset += size
+        device_tensor = buffer.tensor[:offset].to(self._device, non_blocking=True)
+        buffer.copied.record()
+        pieces = device_tensor.split(sizes)
+        return [piece[: len(array)] for piece, array in zip(pieces, arrays, strict=True)]
+
+    def _next_buffer(self, size: int) -> _PinnedBuffer:
+        """The least recently used buffer, free for refilling, of at least `size` elements."""
+        if len(self._buffers) < NUM_BUFFERS:
+            self._buffers.append(_PinnedBuffer(1 << max(size - 1, 1023).bit_length()))
+        else:
+            self._buffers.append(self._buffers.pop(0))
+        buffer = self._buffers[-1]
+        buffer.copied.synchronize()
+        if len(buffer.array) < size:
+            buffer = self._buffers[-1] = _PinnedBuffer(1 << (size - 1).bit_length())
+        return buffer
+
+
+class FetchedIds:
+    """`StepHandle` whose ids are on the host once `event` has passed."""
+
+    def __init__(self, ids: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        self._ids = ids
+        self._event = event
+
+    def token_ids(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._ids.tolist()
+
+
+class DeviceToHost:
+    """Fetches int64 tensors of at most `capacity` elements; a result must be read before
+    `NUM_BUFFERS` more are fetched."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._buffers = [
+            _PinnedBuffer(capacity) for _ in range(NUM_BUFFERS if self._is_cuda else 0)
+        ]
+
+    def fetch(self, ids: torch.Tensor) -> FetchedIds:
+        if not self._is_cuda:
+            return FetchedIds(ids, None)
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        buffer.tensor[: len(ids)].copy_(ids, non_blocking=True)
+        buffer.copied.record()
+        return FetchedIds(buffer.tensor[: len(ids)], buffer.copied)

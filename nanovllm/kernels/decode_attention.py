@@ -1,0 +1,180 @@
+"""Paged decode attention with the context split over programs (Flash-Decoding).
+
+One program attends one split of one sequence's context for all query heads that share a K/V head,
+with an online softmax; where there is more than one split a second kernel merges their results by
+their log-sum-exps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.tiles import attention_tile
+
+TARGET_PROGRAMS = 2048  # enough to keep every multiprocessor's copy engine busy
+MAX_SPLITS = 16
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+def _decode_kernel(
+    q_ptr,  # [n, heads, head_dim], rows q_stride apart
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    out_ptr,  # [n, heads, num_splits, head_dim]: final, or fp32 partial results
+    lse_ptr,  # [n, heads, num_splits], base 2
+    scale,
+    q_stride,
+    table_stride,
+    num_splits,
+    GROUP: tl.constexpr,  # query heads per K/V head
+    ROWS: tl.constexpr,  # GROUP, padded for tl.dot
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,  # HEAD_DIM, padded
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + seq)
+    tiles_per_split = tl.cdiv(tl.cdiv(context_len, TILE), num_splits)
+    start = split * tiles_per_split * TILE
+    end = tl.minimum(start + tiles_per_split * TILE, context_len)
+
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    is_row = row < GROUP
+    is_d = d < HEAD_DIM
+    q_mask = is_row[:, None] & is_d[None, :]
+    q_offset = (kv_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + seq * q_stride + q_offset, mask=q_mask, other=0.0)
+
+    scale_log2 = scale * 1.4426950408889634
+    running_max = tl.full([ROWS], -1e30, tl.float32)  # finite: an empty split must not give NaN
+    running_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    table_ptr = block_tables_ptr + seq * table_stride
+    for tile_start in range(start, end, TILE):
+        position = tile_start + tl.arange(0, TILE)
+        in_context = position < end
+        if BLOCK_SIZE >= TILE:  # a tile lies in one block
+            block_id = tl.load(table_ptr + tile_start // BLOCK_SIZE).to(tl.int64)
+            slot = block_id * BLOCK_SIZE + tile_start % BLOCK_SIZE + tl.arange(0, TILE)
+        else:
+            block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_context, other=0)
+            slot = block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
+        kv_mask = in_context[:, None] & is_d[None, :]
+        k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        scores = tl.where(in_context[None, :], scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
+        correction = tl.exp2(running_max - new_max)
+        running_sum = running_sum * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        running_max = new_max
+
+    out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
+    out_row = (seq * KV_HEADS * GROUP + kv_head * GROUP + row) * num_splits + split
+    tl.store(
+        out_ptr + out_row[:, None] * HEAD_DIM + d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=q_mask,
+    )
+    if IS_SPLIT:
+        lse = tl.where(running_sum > 0, running_max + tl.log2(running_sum), float("-inf"))
+        tl.store(lse_ptr + out_row, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    partial_ptr,  # fp32 [n * heads, num_splits, head_dim]
+    lse_ptr,  # [n * heads, num_splits]
+    out_ptr,  # [n * heads, head_dim]
+    num_splits,
+    SPLITS: tl.constexpr,  # MAX_SPLITS
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, D)
+    is_split = split < num_splits
+    lse = tl.load(lse_ptr + head * num_splits + split, mask=is_split, other=float("-inf"))
+    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))  # all empty: weights 0
+    total = tl.sum(weight, 0)
+    mask = is_split[:, None] & (weight > 0)[:, None] & (d < HEAD_DIM)[None, :]
+    offset = (head * num_splits + split)[:, None] * HEAD_DIM + d[None, :]
+    partial = tl.load(partial_ptr + offset, mask=mask, other=0.0)
+    out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def num_splits_for(batch: int, kv_heads: int) -> int:
+    """Splits per sequence: none once the batch alone fills the GPU. Depends on sizes only, so that
+    a captured launch stays right; short contexts leave their later splits empty."""
+    wanted: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, batch * kv_heads))
+    return min(wanted, MAX_SPLITS)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """One query token per sequence.
+
+    q [n, heads, head_dim] (its rows may be strided), caches [num_blocks, block_size, kv_heads,
+    head_dim], block_tables int32 [n, width], context_lens int32 [n] (0 gives zeros)
+    -> [n, heads, head_dim]
+    """
+    n, num_heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    splits = num_splits or num_splits_for(n, kv_heads)
+    padded = triton.next_power_of_2(head_dim)
+    tile, num_stages = attention_tile(padded, q.element_size(), q.device)
+    out = q.new_empty(n, num_heads, head_dim)
+    is_split = splits > 1
+    partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
+    lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
+    group = num_heads // kv_heads
+    _decode_kernel[(kv_heads, splits, n)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        partial,
+        lse,
+        scale,
+        q.stride(0),
+        block_tables.stride(0),
+        splits,
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        D=padded,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        IS_SPLIT=is_split,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=num_stages,
+    )
+    if is_split:
+        _merge_kernel[(n * num_heads,)](
+            partial, lse, out, splits, SPLITS=MAX_SPLITS, HEAD_DIM=head_dim, D=padded, num_warps=1
+        )
+    return out

@@ -1,0 +1,52 @@
+"""RMSNorm fused with the residual add before it; rounds where the torch layer does."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < size
+    x = tl.load(x_ptr + row * size + cols, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + row * size + cols, x, mask=mask)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32) / size + eps)
+    normed = (x32 * scale).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + cols, (normed * weight.to(tl.float32)).to(x.dtype), mask=mask)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual [t, size] -> (norm(x + residual), x + residual); the sum replaces `residual`."""
+    num_tokens, size = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _add_rms_norm_kernel[(num_tokens,)](
+        x,
+        residual,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out, x if residual is None else residual

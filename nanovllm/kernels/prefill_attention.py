@@ -1,0 +1,136 @@
+"""Causal attention of many new tokens per sequence, over a paged cache or the step's own K/V.
+
+One program attends one tile of a sequence's new tokens for one query head, with an online softmax
+(FlashAttention-2, arXiv:2307.08691). The last new token is aligned with the last key, so cached
+prefixes and chunks need no special case.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.tiles import attention_tile
+
+
+@triton.jit
+def _attend_tile(
+    q, acc, running_sum, running_max,
+    k_ptr, v_ptr, table_ptr, first_key, position_q,
+    tile_start, len_k, scale_log2, kv_head, kv_stride,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    IS_PAGED: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over keys [tile_start, tile_start + TILE)."""
+    position = tile_start + tl.arange(0, TILE)
+    d = tl.arange(0, D)
+    is_key = position < len_k
+    if IS_PAGED:
+        if BLOCK_SIZE >= TILE:
+            block_id = tl.load(table_ptr + tile_start // BLOCK_SIZE).to(tl.int64)
+            slot = block_id * BLOCK_SIZE + tile_start % BLOCK_SIZE + tl.arange(0, TILE)
+        else:
+            block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_key, other=0)
+            slot = block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    else:
+        slot = first_key + position
+    offset = slot * kv_stride + kv_head * HEAD_DIM
+    mask = (d < HEAD_DIM)[None, :] & is_key[:, None]
+    k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    if IS_MASKED:
+        is_seen = position[None, :] <= position_q[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    p = tl.exp2(scores - new_max[:, None])
+    correction = tl.exp2(running_max - new_max)
+    running_sum = running_sum * correction + tl.sum(p, 1)
+    v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
+    acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return acc, running_sum, new_max
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, block_tables_ptr, cu_q_ptr, cu_k_ptr, out_ptr,
+    scale, q_stride, kv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    IS_PAGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    seq = tl.program_id(2)
+    first_q = tl.load(cu_q_ptr + seq).to(tl.int64)
+    len_q = (tl.load(cu_q_ptr + seq + 1) - first_q).to(tl.int32)
+    # Longest rows first: the last tile of a sequence sees the most keys.
+    tile_q = tl.cdiv(len_q, ROWS) - 1 - tl.program_id(1)
+    if tile_q < 0:
+        return
+    first_key = tl.load(cu_k_ptr + seq).to(tl.int64)
+    len_k = (tl.load(cu_k_ptr + seq + 1) - first_key).to(tl.int32)
+
+    row = tile_q * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    mask = (row < len_q)[:, None] & (d < HEAD_DIM)[None, :]
+    q_ptr += (first_q + row)[:, None] * q_stride + head * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr, mask=mask, other=0.0)
+    position_q = len_k - len_q + row
+    # Keys that every row of the tile sees, in whole tiles; then those up to the last row's own.
+    num_seen = len_k - len_q + tile_q * ROWS + 1
+    full_end = num_seen // TILE * TILE
+    last_end = tl.minimum(num_seen + ROWS - 1, len_k)
+
+    acc = tl.zeros([ROWS, D], tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    running_max = tl.full([ROWS], -1e30, tl.float32)
+    table_ptr = block_tables_ptr + seq * table_stride
+    scale_log2 = scale * 1.4426950408889634
+    kv_head = head // GROUP
+    for tile_start in range(0, full_end, TILE):
+        acc, running_sum, running_max = _attend_tile(
+            q, acc, running_sum, running_max, k_ptr, v_ptr, table_ptr, first_key, position_q,
+            tile_start, len_k, scale_log2, kv_head, kv_stride,
+            HEAD_DIM, D, BLOCK_SIZE, TILE, IS_PAGED, False, PRECISION,
+        )  # fmt: skip
+    for tile_start in range(full_end, last_end, TILE):
+        acc, running_sum, running_max = _attend_tile(
+            q, acc, running_sum, running_max, k_ptr, v_ptr, table_ptr, first_key, position_q,
+            tile_start, len_k, scale_log2, kv_head, kv_stride,
+            HEAD_DIM, D, BLOCK_SIZE, TILE, IS_PAGED, True, PRECISION,
+        )  # fmt: skip
+    out_ptr += ((first_q + row)[:, None] * HEADS + head) * HEAD_DIM + d[None, :]
+    tl.store(out_ptr, (acc / running_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> torch.Tensor:
+    """q [t, heads, head_dim]; k, v the caches [num_blocks, block_size, kv_heads, head_dim] with
+    block_tables int32 [n, width], or [t, kv_heads, head_dim] without; tokens may be strided.
+    -> [t, heads, head_dim]"""
+    num_tokens, num_heads, head_dim = q.shape
+    is_paged = block_tables is not None
+    tables = block_tables if block_tables is not None else cu_seqlens_q  # unused then
+    block_size, kv_heads = (k.shape[1] if is_paged else 1), k.shape[-2]
+    padded = triton.next_power_of_2(head_dim)
+    tile, num_stages = attention_tile(padded, q.element_size(), q.device)
+    tile = max(16, tile // 2)  # the query tile needs its share of shared memory
+    rows = 128 if padded * q.element_size() <= 256 else 64
+    out = q.new_empty(num_tokens, num_heads, head_dim)
+    grid = (num_heads, triton.cdiv(max_seqlen_q, rows), len(cu_seqlens_q) - 1)
+    _prefill_kernel[grid](
+        q, k, v, tables, cu_seqlens_q, cu_seqlens_k, out,
+        scale, q.stride(0), k.stride(-3), tables.stride(0),
+        HEADS=num_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, D=padded,
+        BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, IS_PAGED=is_paged,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8 if rows == 128 else 4,
+        num_stages=num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,21 @@
+"""Tile sizes of the attention kernels, by what fits into a multiprocessor's shared memory."""
+
+import functools
+
+import torch
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use; a Hopper's under the interpreter, which has no limit."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def attention_tile(padded_head_dim: int, itemsize: int, device: torch.device) -> tuple[int, int]:
+    """(tokens per K/V tile of decode, pipeline stages): the tiles of every stage must fit."""
+    num_stages = 3 if shared_memory(device) >= 200 * 1024 else 2
+    tile_bytes = 32 * 1024 if num_stages == 3 else 16 * 1024
+    return max(16, min(128, tile_bytes // (padded_head_dim * itemsize))), num_stages

@@ -1,0 +1,56 @@
+"""Attention by the project's own Triton kernels: any head size and GQA ratio, bf16, fp16, fp32."""
+
+import torch
+
+from nanovllm.utils.context import Context
+
+
+class TritonBackend:
+    name = "triton"
+
+    def __init__(self) -> None:
+        # Here, not at import: triton need not be installed where this backend is not chosen.
+        from nanovllm.kernels.decode_attention import decode_attention
+        from nanovllm.kernels.prefill_attention import prefill_attention
+
+        self._decode, self._prefill = decode_attention, prefill_attention
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        context: Context,
+    ) -> torch.Tensor:
+        assert context.cu_seqlens_q is not None
+        assert context.cu_seqlens_k is not None
+        if context.block_tables is not None:
+            k, v = k_cache, v_cache
+        out: torch.Tensor = self._prefill(
+            q,
+            k,
+            v,
+            context.block_tables,
+            context.cu_seqlens_q,
+            context.cu_seqlens_k,
+            context.max_seqlen_q,
+            scale,
+        )
+        return out
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        context: Context,
+    ) -> torch.Tensor:
+        assert context.block_tables is not None
+        out: torch.Tensor = self._decode(
+            q, k_cache, v_cache, context.block_tables, context.context_lens, scale
+        )
+        return out

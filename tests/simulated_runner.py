@@ -1,0 +1,117 @@
+"""A model runner without a model: what the scheduler is tested against.
+
+The K/V of a position is a hash of the whole token prefix, so a wrong cached token, a stale row or a
+lost update cannot go unseen. Rows are kept as `RowState` keeps them: batches are all it reads.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nanovllm.engine.batch import ScheduledBatch
+
+NUM_IDS = 16
+STOP_IDS = frozenset({0})
+LOST = -1  # what a failed step leaves in the slots it wrote
+
+
+def next_value(value: int, token_id: int) -> int:
+    """K/V of `token_id` after the prefix that ends in `value`."""
+    return hash((value, token_id))  # of ints: the same in every process
+
+
+def sample(value: int, seed: int) -> int:
+    return hash((value, seed, 1)) // 1024 % NUM_IDS
+
+
+class Oracle:
+    """What a request yields by itself, without any cache.
+
+    values: K/V of every position that it may compute; the last token is never computed.
+    """
+
+    def __init__(self, prompt: list[int], max_num_tokens: int, ignore_eos: bool, seed: int) -> None:
+        token_ids = list(prompt)
+        self.values: list[int] = []
+        for position in range(max_num_tokens - 1):
+            previous = self.values[-1] if self.values else 0
+            self.values.append(next_value(previous, token_ids[position]))
+            if position + 1 == len(token_ids):
+                token_ids.append(sample(self.values[-1], seed))
+        self.completion = token_ids[len(prompt) :]
+        self.finish_reason = "length"
+        stops = [i for i, token_id in enumerate(self.completion) if token_id in STOP_IDS]
+        if stops and not ignore_eos:
+            self.completion = self.completion[: stops[0] + 1]
+            self.finish_reason = "stop"
+
+
+@dataclass(frozen=True)
+class Step:
+    batch: ScheduledBatch
+    token_ids: list[int]
+    slots: list[int]  # written
+
+
+class Runner:
+    """Computes batches in launch order. `oracles`, by sequence id, serve its checks only."""
+
+    def __init__(self, block_size: int, oracles: list[Oracle]) -> None:
+        self.block_size = block_size
+        self.oracles = oracles
+        self.store: dict[int, int] = {}  # slot -> value
+        self._reset_rows()
+
+    def launch(self, batch: ScheduledBatch) -> Step:
+        """Checks the cached positions that the step relies on, then writes the new ones."""
+        inputs = self._prefill_inputs(batch) if batch.is_prefill else self._decode_inputs(batch)
+        for seq_id, row, (start, token_ids) in zip(batch.seq_ids, batch.rows, inputs, strict=True):
+            values = self.oracles[seq_id].values
+            cached = [self.store.get(self._slot(row, position)) for position in range(start)]
+            assert cached == values[:start], "a step relies on wrong K/V"
+            self.context_lens[row] = start + len(token_ids)
+            assert self.context_lens[row] <= len(values), "a known end is overrun"
+        assert batch.max_context_len == max(self.context_lens[row] for row in batch.rows)
+
+        slots: list[int] = []
+        for row, (start, token_ids) in zip(batch.rows, inputs, strict=True):
+            value = self.store[self._slot(row, start - 1)] if start else 0
+            for position, token_id in enumerate(token_ids, start):
+                value = next_value(value, token_id)
+                slots.append(self._slot(row, position))
+                self.store[slots[-1]] = value
+            self.last_tokens[row] = sample(value, self.seeds[row])
+        assert len(slots) == len(set(slots)) == batch.num_tokens, "two tokens share a slot"
+
+        row_by_seq_id = dict(zip(batch.seq_ids, batch.rows, strict=True))
+        sampled = [self.last_tokens[row_by_seq_id[seq_id]] for seq_id in batch.sampled_seq_ids]
+        return Step(batch, sampled, slots)
+
+    def fail(self, steps: Iterable[Step]) -> None:
+        """As if `steps` had failed: rows, and the slots that they wrote, hold nothing of worth."""
+        self.store.update((slot, LOST) for step in steps for slot in step.slots)
+        self._reset_rows()
+
+    def _reset_rows(self) -> None:
+        self.block_ids: dict[tuple[int, int], int] = {}  # (row, index in its block table) -> block
+        self.context_lens: dict[int, int] = {}
+        self.last_tokens: dict[int, int] = {}
+        self.seeds: dict[int, int] = {}
+
+    def _prefill_inputs(self, batch: ScheduledBatch) -> list[tuple[int, list[int]]]:
+        for row, chunk in zip(batch.rows, batch.chunks, strict=True):
+            if chunk.init is None:
+                assert self.context_lens[row] == chunk.start
+                continue
+            self.seeds[row] = chunk.init.seed
+            for index, block_id in enumerate(chunk.init.block_table):
+                self.block_ids[row, index] = block_id
+        return [(chunk.start, chunk.token_ids) for chunk in batch.chunks]
+
+    def _decode_inputs(self, batch: ScheduledBatch) -> list[tuple[int, list[int]]]:
+        for growth in batch.growth:
+            self.block_ids[growth.row, growth.index] = growth.block_id
+        return [(self.context_lens[row], [self.last_tokens[row]]) for row in batch.rows]
+
+    def _slot(self, row: int, position: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        return self.block_ids[row, index] * self.block_size + offset

@@ -1,0 +1,201 @@
+"""The scheduler's rules one by one; sampled ids are made up."""
+
+from nanovllm.engine.batch import BlockGrowth, ScheduledBatch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+STOP_ID = 0
+
+
+def make_scheduler(
+    *, num_blocks: int = 100, max_num_seqs: int = 8, max_num_batched_tokens: int = 1000
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        stop_token_ids={STOP_ID},
+    )
+
+
+def add(scheduler: Scheduler, seq_id: int, num_tokens: int, max_tokens: int = 64) -> Sequence:
+    """A prompt that shares no prefix with another's."""
+    prompt = [1000 * (seq_id + 1) + i for i in range(num_tokens)]
+    params = SamplingParams(max_tokens=max_tokens)
+    seq = Sequence(seq_id, prompt, params, max_model_len=1000, seed=seq_id)
+    scheduler.add(seq)
+    return seq
+
+
+def schedule(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    return batch
+
+
+def complete(scheduler: Scheduler, batch: ScheduledBatch, token_id: int = 7) -> list[Sequence]:
+    return scheduler.postprocess(batch, [token_id] * len(batch.sampled_seq_ids))
+
+
+def step(scheduler: Scheduler) -> ScheduledBatch:
+    batch = schedule(scheduler)
+    complete(scheduler, batch)
+    return batch
+
+
+def spans(batch: ScheduledBatch) -> list[tuple[int, int, int]]:
+    """(sequence id, start, end) of each chunk."""
+    pairs = zip(batch.seq_ids, batch.chunks, strict=True)
+    return [(i, chunk.start, chunk.start + len(chunk.token_ids)) for i, chunk in pairs]
+
+
+def test_prefill_goes_first_in_order_of_arrival() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 0, 3)
+    add(scheduler, 1, 5)
+    assert spans(step(scheduler)) == [(0, 0, 3), (1, 0, 5)]
+    add(scheduler, 2, 2)
+    assert spans(step(scheduler)) == [(2, 0, 2)]
+    batch = step(scheduler)
+    assert not batch.is_prefill
+    assert batch.seq_ids == [0, 1, 2]
+
+
+def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, 0, 9)
+    add(scheduler, 1, 8)
+    add(scheduler, 2, 1)
+    assert spans(step(scheduler)) == [(0, 0, 9)]
+    assert step(scheduler).seq_ids == [0]
+    assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
+
+
+def test_a_prompt_beyond_the_budget_is_chunked_before_anything_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    add(scheduler, 0, 6)
+    long = add(scheduler, 1, 18)
+    add(scheduler, 2, 3)
+    batch = step(scheduler)
+    assert spans(batch) == [(0, 0, 6), (1, 0, 4)]
+    assert batch.sampled_seq_ids == [0]
+    assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
+    assert scheduler.num_residents == 2
+    batch = step(scheduler)
+    assert spans(batch) == [(1, 4, 14)]
+    assert batch.sampled_seq_ids == []
+    assert batch.chunks[0].init is None, "its row has been started"
+    batch = step(scheduler)
+    assert spans(batch) == [(1, 14, 18), (2, 0, 3)]
+    assert batch.sampled_seq_ids == [1, 2]
+    assert long.status is SequenceStatus.RUNNING
+    assert step(scheduler).seq_ids == [0, 1, 2]
+
+
+def test_a_chunk_may_be_followed_before_its_step_completes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, 0, 8)
+    first, second = schedule(scheduler), schedule(scheduler)
+    assert spans(first) + spans(second) == [(0, 0, 4), (0, 4, 8)]
+    decode = schedule(scheduler)
+    assert not decode.is_prefill, "its input is the id that the step before samples"
+    for batch in (first, second, decode):
+        complete(scheduler, batch)
+
+
+def test_the_most_recently_admitted_is_preempted_and_resumes() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    seqs = [add(scheduler, seq_id, 4) for seq_id in range(3)]
+    assert step(scheduler).seq_ids == [0, 1, 2]
+    batch = step(scheduler)  # each needs a second block, two are left
+    assert batch.seq_ids == [0, 1]
+    assert [growth.index for growth in batch.growth] == [1, 1]
+    assert scheduler.num_preemptions == 1
+    assert list(scheduler.waiting) == [seqs[2]]
+    assert (seqs[2].row, seqs[2].block_table) == (None, [])
+    scheduler.abort([0])
+    assert spans(step(scheduler)) == [(2, 4, 5)], "its first block is still cached"
+    assert seqs[2].completion_token_ids == [7, 7]
+
+
+def test_nothing_is_preempted_while_a_step_is_in_flight() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    seqs = [add(scheduler, seq_id, 4) for seq_id in range(2)]
+    prefill = schedule(scheduler)
+    tables = [list(seq.block_table) for seq in seqs]
+    assert scheduler.schedule() is None
+    assert (scheduler.num_preemptions, scheduler.num_residents) == (0, 2)
+    assert [seq.block_table for seq in seqs] == tables
+    assert [seq.num_tokens for seq in seqs] == [5, 5]
+    complete(scheduler, prefill)
+    batch = schedule(scheduler)
+    assert (batch.seq_ids, scheduler.num_preemptions) == ([0], 1)
+    assert seqs[1].token_ids[4:] == [7], "what it must recompute is known"
+
+
+def test_max_num_seqs_caps_residents() -> None:
+    scheduler = make_scheduler(max_num_seqs=4)
+    seqs = [add(scheduler, seq_id, 5, max_tokens=20) for seq_id in range(16)]
+    for wave in range(4):
+        ids = list(range(4 * wave, 4 * wave + 4))
+        for index in range(20):
+            batch = step(scheduler)
+            assert (batch.seq_ids, batch.is_prefill) == (ids, index == 0)
+            assert len(set(batch.rows)) == 4
+            assert sum(seq.row is not None for seq in seqs) in (0, 4)
+    assert scheduler.is_finished()
+    assert {len(seq.completion_token_ids) for seq in seqs} == {20}
+
+
+def test_decode_grows_a_table_when_a_token_needs_it() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, 0, BLOCK_SIZE - 1)
+    step(scheduler)
+    assert step(scheduler).growth == []
+    batch = step(scheduler)
+    assert batch.growth == [BlockGrowth(batch.rows[0], 1, seq.block_table[1])]
+    assert batch.max_context_len == BLOCK_SIZE + 1
+
+
+def test_a_known_end_is_not_overrun() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, 0, 4, max_tokens=2)
+    prefill, decode = schedule(scheduler), schedule(scheduler)
+    assert scheduler.schedule() is None
+    assert complete(scheduler, prefill) == []
+    assert scheduler.schedule() is None
+    assert complete(scheduler, decode) == [seq]
+    assert (seq.finish_reason, seq.status) == ("length", SequenceStatus.FINISHED)
+    assert scheduler.is_finished()
+
+
+def test_ids_for_sequences_that_ended_meanwhile_are_dropped() -> None:
+    scheduler = make_scheduler()
+    stopped, aborted, other = (add(scheduler, seq_id, 4) for seq_id in range(3))
+    prefill, decode = schedule(scheduler), schedule(scheduler)
+    assert scheduler.postprocess(prefill, [STOP_ID, 7, 7]) == [stopped]
+    scheduler.abort([aborted.seq_id, aborted.seq_id, 99])
+    assert scheduler.num_residents == 1
+    assert scheduler.postprocess(decode, [8, 8, 8]) == []
+    completions = [seq.completion_token_ids for seq in (stopped, aborted, other)]
+    assert completions == [[STOP_ID], [7], [7, 8]]
+    assert stopped.finish_reason == "stop"
+    assert aborted.finish_reason is None
+    scheduler.block_manager.check_integrity([other])
+
+
+def test_recover_starts_every_resident_afresh_in_order() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    seqs = [add(scheduler, 0, 4), add(scheduler, 1, 4), add(scheduler, 2, 9), add(scheduler, 3, 1)]
+    complete(scheduler, schedule(scheduler))
+    schedule(scheduler)  # the last chunk of sequence 2, and sequence 3
+    scheduler.recover()
+    assert list(scheduler.waiting) == seqs
+    assert scheduler.num_residents == 0
+    assert scheduler.block_manager.num_free_blocks == 100
+    batch = step(scheduler)
+    assert spans(batch) == [(0, 4, 5), (1, 4, 5), (2, 0, 8)], "only completed steps are cached"
+    assert [seq.completion_token_ids for seq in seqs] == [[7, 7], [7, 7], [], []]

@@ -1,0 +1,243 @@
+"""Random schedules of scheduler and block manager against a simulated K/V store.
+
+Ids are delivered at once, or one step late as when the host runs one step behind the device. The
+cache is also tried with a hash that collides all the time.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine import block_manager
+from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from tests.simulated_runner import NUM_IDS, STOP_IDS, Oracle, Runner, Step
+
+MAX_LEN = 40
+LAST_TICK = 40  # of what comes from outside: requests, aborts, failures
+STEMS = [[1] * MAX_LEN, [(7 * i * i + i // 3) % NUM_IDS for i in range(MAX_LEN)]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The prompt is the start of a stem, shared by others, and a tail. arrives, aborted: ticks."""
+
+    stem: int
+    stem_len: int
+    tail: list[int]
+    max_tokens: int
+    ignore_eos: bool
+    seed: int
+    arrives: int
+    aborted: int | None
+
+
+@dataclass(frozen=True)
+class World:
+    """late: the ids of a step arrive after the next one is launched. failures: ticks."""
+
+    late: bool
+    has_weak_hash: bool
+    enable_prefix_caching: bool
+    block_size: int
+    max_model_len: int
+    num_spare_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    failures: set[int]
+    requests: list[Request]
+
+    @property
+    def max_steps(self) -> int:
+        """More steps are a livelock.
+
+        A step that samples nothing spends its whole budget on one prompt: fewer than `num_chunks`
+        of them per admission, which then ends in a sample, unless an abort (one per request) or a
+        failure cuts it short. Each sampled id is kept, dropped (one per request: the step in
+        flight when it ended) or lost (two steps per failure).
+        """
+        num_chunks = -(-self.max_model_len // self.max_num_batched_tokens)
+        num_kept = sum(request.max_tokens for request in self.requests)
+        return num_chunks * (num_kept + 2 * len(self.requests) + 3 * len(self.failures))
+
+
+ticks = st.integers(0, LAST_TICK)
+requests = st.builds(
+    Request,
+    stem=st.integers(0, 1),
+    stem_len=st.integers(0, MAX_LEN // 2),
+    tail=st.lists(st.integers(0, 2), max_size=3),
+    max_tokens=st.integers(1, MAX_LEN),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 1),
+    arrives=st.just(0) | ticks,
+    aborted=st.none() | st.none() | st.none() | ticks,
+)
+
+
+def worlds(late: bool) -> st.SearchStrategy[World]:
+    return st.builds(
+        World,
+        late=st.just(late),
+        has_weak_hash=st.booleans(),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        block_size=st.integers(1, 3) | st.integers(1, 8),
+        max_model_len=st.integers(2, MAX_LEN) | st.integers(MAX_LEN // 2, MAX_LEN),
+        num_spare_blocks=st.integers(0, 4) | st.integers(0, 20),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(1, MAX_LEN),
+        failures=st.just(set()) | st.sets(ticks, max_size=3),
+        requests=st.lists(requests, min_size=1, max_size=6)
+        | st.lists(requests, min_size=6, max_size=10),
+    )
+
+
+def weak_hash(previous: int, token_ids: list[int]) -> int:
+    return (previous + sum(token_ids)) % 3
+
+
+class Simulation:
+    """Runs one world to its end; a tick is one turn of the engine's loop."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.stats: Counter[str] = Counter()
+        num_blocks = -(-world.max_model_len // world.block_size) + world.num_spare_blocks
+        self.manager = BlockManager(num_blocks, world.block_size, world.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=world.max_num_seqs,
+            max_num_batched_tokens=world.max_num_batched_tokens,
+            stop_token_ids=STOP_IDS,
+        )
+        self.seqs = [self._sequence(*numbered) for numbered in enumerate(world.requests)]
+        self.oracles = [
+            Oracle(seq.token_ids, seq.max_num_tokens, seq.ignore_eos, seq.seed) for seq in self.seqs
+        ]
+        self.runner = Runner(world.block_size, self.oracles)
+        self.in_flight: deque[Step] = deque()
+        self.finished: set[int] = set()
+        self.aborted: set[int] = set()
+
+    def run(self) -> Counter[str]:
+        """Checks every property; returns how often what matters happened."""
+        chain_hash = weak_hash if self.world.has_weak_hash else block_manager.chain_hash
+        with mock.patch.object(block_manager, "chain_hash", chain_hash):
+            self._run()
+        self.stats["preemptions"] = self.scheduler.num_preemptions
+        return self.stats
+
+    def _run(self) -> None:
+        # A tick launches a step, or completes one, or waits for what comes from outside.
+        for tick in range(2 * self.world.max_steps + LAST_TICK + 1):
+            self._add_and_abort(tick)
+            self._tick(tick in self.world.failures)
+            self._check()
+            if len(self.finished | self.aborted) == len(self.seqs) and not self.in_flight:
+                break
+        else:
+            raise AssertionError("livelock")
+        assert self.scheduler.is_finished()
+        assert self.scheduler.num_residents == len(self.scheduler.waiting) == 0
+        assert self.manager.num_free_blocks == self.manager.num_blocks, "a block leaked"
+        for seq_id in self.finished:
+            seq, oracle = self.seqs[seq_id], self.oracles[seq_id]
+            assert seq.completion_token_ids == oracle.completion
+            assert seq.finish_reason == oracle.finish_reason
+
+    def _sequence(self, seq_id: int, request: Request) -> Sequence:
+        max_model_len = self.world.max_model_len
+        prompt = STEMS[request.stem][: request.stem_len] + request.tail or [1]
+        params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+        return Sequence(
+            seq_id,
+            prompt[: max_model_len - 1],
+            params,
+            max_model_len=max_model_len,
+            seed=request.seed,
+        )
+
+    def _add_and_abort(self, tick: int) -> None:
+        for seq_id, request in enumerate(self.world.requests):
+            if tick == request.arrives:
+                self.scheduler.add(self.seqs[seq_id])
+            if request.aborted is not None and tick == max(request.arrives, request.aborted):
+                self.scheduler.abort([seq_id])
+                if seq_id not in self.finished:
+                    self.aborted.add(seq_id)
+
+    def _tick(self, fails: bool) -> None:
+        batch = self._schedule()
+        if batch is not None:
+            self.in_flight.append(self.runner.launch(batch))
+        if fails:
+            self.runner.fail(self.in_flight)
+            self.in_flight.clear()
+            self.scheduler.recover()
+        while len(self.in_flight) > (self.world.late and batch is not None):
+            step = self.in_flight.popleft()
+            ended = self.finished | self.aborted
+            self.stats["dropped ids"] += len(ended.intersection(step.batch.sampled_seq_ids))
+            for seq in self.scheduler.postprocess(step.batch, step.token_ids):
+                assert seq.seq_id not in ended
+                self.finished.add(seq.seq_id)
+
+    def _schedule(self) -> ScheduledBatch | None:
+        num_preemptions = self.scheduler.num_preemptions
+        batch = self.scheduler.schedule()
+        assert self.scheduler.num_preemptions == num_preemptions or not self.in_flight
+        if batch is None:
+            assert self.in_flight or self.scheduler.is_finished(), "nothing runs, nothing is due"
+            self.stats["drained steps"] += not self.scheduler.is_finished()
+            return None
+        assert len(batch.seq_ids) == len(batch.rows) == len(set(batch.rows)) > 0
+        if batch.is_prefill:
+            assert len(batch.chunks) == len(batch.rows)
+            assert not batch.growth
+            assert all(chunk.token_ids for chunk in batch.chunks)
+            assert batch.num_tokens <= self.world.max_num_batched_tokens
+        self.stats["chunks"] += sum(not chunk.is_last for chunk in batch.chunks)
+        self.stats["cache hits"] += sum(chunk.start > 0 for chunk in batch.chunks if chunk.init)
+        return batch
+
+    def _check(self) -> None:
+        self.manager.check_integrity(self.seqs)
+        rows = [seq.row for seq in self.seqs if seq.row is not None]
+        assert len(rows) == len(set(rows)) == self.scheduler.num_residents
+        assert len(rows) <= self.world.max_num_seqs
+
+
+@given(world=worlds(late=False))
+@settings(max_examples=1500, deadline=None)
+def test_any_schedule_is_right_with_ids_at_once(world: World) -> None:
+    Simulation(world).run()
+
+
+@given(world=worlds(late=True))
+@settings(max_examples=1500, deadline=None)
+def test_any_schedule_is_right_with_ids_one_step_late(world: World) -> None:
+    Simulation(world).run()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_schedules_are_hard(late: bool) -> None:
+    stats: Counter[str] = Counter()
+
+    @seed(0)
+    @given(world=worlds(late))
+    @settings(max_examples=200, deadline=None, database=None)
+    def run(world: World) -> None:
+        stats.update(Simulation(world).run())
+
+    run()
+    assert stats["preemptions"] > 50
+    assert stats["cache hits"] > 50
+    assert stats["chunks"] > 50
+    assert not late or (stats["dropped ids"] > 50 and stats["drained steps"] > 50)
