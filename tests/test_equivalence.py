@@ -1,4 +1,4 @@
-"""The same greedy tokens whatever way the engine goes about them."""
+"""The same greedy tokens whatever way the engine goes about them, on CPU and GPU (fp32)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,19 +14,31 @@ Prompts = list[list[int]]
 MakeLLM = Callable[..., LLM]
 
 
-@pytest.fixture(scope="module")
-def make_llm(tiny_qwen3: Path) -> MakeLLM:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def make_llm(request: pytest.FixtureRequest, tiny_qwen3: Path) -> MakeLLM:
     def make(**config: Any) -> LLM:
-        defaults = {"max_model_len": 128, "kvcache_block_size": 16}
+        defaults = {
+            "device": request.param,
+            "max_model_len": 128,
+            "kvcache_block_size": 16,
+            "gpu_memory_utilization": 0.2,
+        }
         return LLM(str(tiny_qwen3), **(defaults | config))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def expected(make_llm: MakeLLM, ragged_prompts: Prompts) -> Prompts:
-    """One prompt at a time, no prefix cache, no chunks, no preemption."""
-    llm = make_llm(enable_prefix_caching=False, max_num_seqs=1)
+def expected(tiny_qwen3: Path, ragged_prompts: Prompts) -> Prompts:
+    """One prompt at a time on the CPU, no prefix cache, no chunks, no preemption."""
+    llm = LLM(
+        str(tiny_qwen3),
+        device="cpu",
+        max_model_len=128,
+        kvcache_block_size=16,
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+    )
     return [greedy_ids(llm, [prompt], NUM_TOKENS)[0] for prompt in ragged_prompts]
 
 
@@ -108,6 +120,20 @@ def test_max_num_seqs(
     max_num_seqs: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
     llm = make_llm(max_num_seqs=max_num_seqs)
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("attention_backend", ["torch", "triton"])
+def test_gpu_backends_and_modes(
+    attention_backend: str,
+    enforce_eager: bool,
+    make_llm: MakeLLM,
+    ragged_prompts: Prompts,
+    expected: Prompts,
+) -> None:
+    llm = make_llm(device="cuda", attention_backend=attention_backend, enforce_eager=enforce_eager)
     assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
 
 

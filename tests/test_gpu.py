@@ -1,0 +1,175 @@
+"""The engine on a GPU in half precision: how far its logits are from the fp32 truth.
+
+Everything is teacher-forced over fixed ids: with random weights bf16 logits tie, so ids may differ.
+"""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
+from nanovllm.engine.model_runner import ModelRunner
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.reference import HuggingFace, greedy_ids
+
+pytestmark = pytest.mark.gpu
+
+PROMPT, FORCED = 48, 24  # tokens that are prefilled, then decoded one by one
+NUM_SEQS = 6
+BACKENDS = ["triton", "torch"] + ["flash_attn"] * bool(importlib.util.find_spec("flash_attn"))
+
+
+@pytest.fixture(scope="module", params=[64, 128])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp(f"qwen3-{request.param}"),
+        head_dim=request.param,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def token_ids() -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(PROMPT + FORCED)] for _ in range(NUM_SEQS)]
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Path, token_ids: list[list[int]]) -> torch.Tensor:
+    """Logits after each forced token, [FORCED, NUM_SEQS, vocab], by Hugging Face in fp32."""
+    model = HuggingFace(checkpoint).model
+    with torch.inference_mode():
+        return model(torch.tensor(token_ids)).logits[:, PROMPT:].transpose(0, 1)
+
+
+def relative_error(logits: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((logits.float().cpu() - truth).norm() / truth.norm())
+
+
+@pytest.fixture(scope="module")
+def hugging_face_error(
+    checkpoint: Path, token_ids: list[list[int]], truth: torch.Tensor
+) -> dict[torch.dtype, float]:
+    """Of its own half-precision model on the GPU, decoding token by token as we do."""
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint).to("cuda", dtype).eval()
+        ids = torch.tensor(token_ids, device="cuda")
+        with torch.inference_mode():
+            past = model(ids[:, :PROMPT], use_cache=True).past_key_values
+            logits = []
+            for i in range(PROMPT, PROMPT + FORCED):
+                out = model(ids[:, i : i + 1], past_key_values=past, use_cache=True)
+                past = out.past_key_values
+                logits.append(out.logits[:, -1])
+        errors[dtype] = relative_error(torch.stack(logits), truth)
+    return errors
+
+
+def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bool) -> torch.Tensor:
+    """Prefills the prompts in rows of their own and decodes the rest -> logits as `truth`."""
+    block_size = runner.config.kvcache_block_size
+    width = -(-(PROMPT + FORCED) // block_size)
+    rows = list(range(NUM_SEQS))
+    chunks = []
+    for row, ids in zip(rows, token_ids, strict=True):
+        table = [row * width + i for i in range(width)]
+        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, init=RowInit(0.0, 0, table)))
+    runner.launch(ScheduledBatch(rows, rows, chunks, [], PROMPT)).token_ids()
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        inputs = runner.rows.decode_inputs(rows, runner.config.max_model_len)
+        return runner.model.compute_logits(runner._forward(inputs))
+
+    with torch.inference_mode():
+        device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # 2 rows of padding
+        if use_graph:
+            step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
+        logits = []
+        for i in range(PROMPT, PROMPT + FORCED):
+            runner.rows.last_tokens[:NUM_SEQS] = torch.tensor([ids[i] for ids in token_ids]).cuda()
+            logits.append(step(device_rows)[:NUM_SEQS].clone())
+        return torch.stack(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_is_as_accurate_as_hugging_face(
+    backend: str,
+    dtype: torch.dtype,
+    checkpoint: Path,
+    token_ids: list[list[int]],
+    truth: torch.Tensor,
+    hugging_face_error: dict[torch.dtype, float],
+) -> None:
+    if backend == "flash_attn" and dtype == torch.float16:
+        pytest.skip("some builds of flash-attn have no fp16")
+    with LLM(
+        str(checkpoint),
+        dtype=dtype,
+        attention_backend=backend,
+        gpu_memory_utilization=0.2,
+        max_num_seqs=8,
+        max_model_len=512,
+    ) as llm:
+        assert llm._runner is not None
+        eager = forced_decode(llm._runner, token_ids, use_graph=False)
+        error = relative_error(eager, truth)
+        print(f"{backend} {dtype}: {error:.4f}, Hugging Face {hugging_face_error[dtype]:.4f}")
+        assert error < 1.5 * hugging_face_error[dtype]
+        if backend != "torch":
+            graph = forced_decode(llm._runner, token_ids, use_graph=True)
+            assert torch.equal(graph, eager), "a graph must replay the eager step to the bit"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_generates_in_every_dtype(dtype: str, tiny_qwen3: Path) -> None:
+    params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)
+    with LLM(str(tiny_qwen3), dtype=dtype, gpu_memory_utilization=0.2, max_num_seqs=8) as llm:
+        runs = [
+            [out["token_ids"] for out in llm.generate([[5, 6, 7]] * 20, params, use_tqdm=False)]
+            for _ in range(2)
+        ]
+    assert all(len(ids) == 40 for ids in runs[0])
+    assert len({tuple(ids) for ids in runs[0]}) == 20
+    assert runs[0] != runs[1], "other request numbers, other seeds"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 17, 100, 500])
+def test_any_max_num_seqs_with_graphs(
+    max_num_seqs: int, tiny_qwen3: Path, ragged_prompts: list[list[int]]
+) -> None:
+    assert bucket_sizes(max_num_seqs)[-1] == max_num_seqs
+    prompts = (ragged_prompts * 16)[:max_num_seqs]
+    config = {"max_model_len": 128, "gpu_memory_utilization": 0.2, "max_num_seqs": max_num_seqs}
+    with LLM(str(tiny_qwen3), **config) as llm:
+        ids = greedy_ids(llm, prompts, 8)
+    with LLM(str(tiny_qwen3), device="cpu", **config) as llm:
+        assert ids == greedy_ids(llm, prompts, 8)
+
+
+@pytest.mark.skipif("flash_attn" not in BACKENDS, reason="flash-attn is not installed")
+def test_flash_attn_says_what_it_cannot_do(checkpoint: Path, tiny_qwen3: Path) -> None:
+    for config, words in (
+        ({"dtype": "float32"}, "float32"),
+        ({"kvcache_block_size": 16, "dtype": "bfloat16"}, "kvcache_block_size=16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LLM(str(checkpoint), attention_backend="flash_attn", **config)
+
+
+def test_missing_flash_attn_is_explained(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find_spec(name)
+    )
+    with pytest.raises(ValueError, match="pip install flash-attn"):
+        LLM(str(tiny_qwen3), attention_backend="flash_attn", dtype="bfloat16")
