@@ -1,0 +1,248 @@
+"""Every error a user can cause: its type, the bad value and the fix in its message, and an engine
+that has queued nothing and goes on serving."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, edit_json
+from tests.reference import HuggingFace, greedy_ids
+
+CONFIG = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 9}
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+PROMPT = [7, 8, 9]
+
+BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "empty text": ("", ValueError, "is empty.*at least one token"),
+    "no ids": ([], ValueError, "is empty.*at least one token"),
+    "long": ([2] * 64, ValueError, "has 64 tokens.*max_model_len=64.*shorten it"),
+    "id too large": ([2, VOCAB_SIZE], ValueError, "token id 512 at index 1.*ids 0 to 511"),
+    "negative id": ([-1], ValueError, "token id -1 at index 0.*ids 0 to 511"),
+    "float id": ([2, 3.0], TypeError, r"3\.0 at index 1.*ints"),
+    "bool id": ([True], TypeError, "True at index 0.*ints"),
+    "str id": ([2, "a"], TypeError, "'a' at index 1.*ints"),
+    "numpy id": ([np.int64(3)], TypeError, "3.* at index 0.*ints"),
+    "int": (5, TypeError, "a str or a list of token ids, got 5"),
+    "bytes": (b"a", TypeError, "a str or a list of token ids, got b'a'"),
+    "tuple": ((2, 3), TypeError, r"a str or a list of token ids, got \(2, 3\)"),
+    "array": (np.array([2]), TypeError, "a str or a list of token ids, got array"),
+}
+Case = tuple[str, Any, type[Exception], str]
+BAD_CONFIGS: list[Case] = [
+    ("max_num_batched_tokens", 0, ValueError, ">= 1"),
+    ("max_num_seqs", 0, ValueError, ">= 1"),
+    ("max_num_seqs", 4.0, TypeError, "an int"),
+    ("max_num_seqs", True, TypeError, "an int"),
+    ("max_model_len", 1, ValueError, ">= 2"),
+    ("max_model_len", "4096", TypeError, "an int"),
+    ("gpu_memory_utilization", 0, ValueError, r"in \(0, 1\]"),
+    ("gpu_memory_utilization", 1.5, ValueError, r"in \(0, 1\]"),
+    ("gpu_memory_utilization", float("nan"), ValueError, r"in \(0, 1\]"),
+    ("gpu_memory_utilization", "0.9", TypeError, "a number"),
+    ("tensor_parallel_size", 0, ValueError, r"in \[1, 8\]"),
+    ("tensor_parallel_size", 9, ValueError, r"in \[1, 8\]"),
+    ("tensor_parallel_size", 2, ValueError, "only 1 is supported"),
+    ("enforce_eager", 1, TypeError, "True or False"),
+    ("enable_prefix_caching", "yes", TypeError, "True or False"),
+    ("async_scheduling", None, TypeError, "True or False"),
+    ("kvcache_block_size", 0, ValueError, ">= 1"),
+    ("kvcache_block_size", 24, ValueError, "power of two"),
+    ("kvcache_block_size", 16.0, TypeError, "an int"),
+    ("num_kvcache_blocks", 0, ValueError, ">= 1, or -1"),
+    ("num_kvcache_blocks", -2, ValueError, "-1"),
+    ("num_kvcache_blocks", None, TypeError, "an int"),
+    ("device", "tpu", ValueError, "'auto'.*'cpu'"),
+    ("device", "cuda:99", ValueError, "GPU"),
+    ("dtype", "int8", ValueError, "'auto'.*float32.*bfloat16"),
+    ("dtype", None, ValueError, "'auto'.*float32.*bfloat16"),
+    ("attention_backend", "xformers", ValueError, "'auto'.*torch"),
+    ("attention_backend", "triton", ValueError, "needs a CUDA GPU.*use 'torch'"),
+    ("seed", -1, ValueError, r"in \[0, "),
+    ("seed", 2**64, ValueError, r"in \[0, "),
+    ("seed", 0.5, TypeError, "an int"),
+]
+BAD_SAMPLING: list[Case] = [
+    ("temperature", -1, ValueError, ">= 0.*got -1"),
+    ("temperature", float("nan"), ValueError, "finite.*got nan"),
+    ("temperature", float("inf"), ValueError, "finite.*got inf"),
+    ("temperature", 10**400, ValueError, "finite"),
+    ("temperature", "0.6", TypeError, "a number, got '0.6'"),
+    ("temperature", True, TypeError, "a number, got True"),
+    ("max_tokens", 0, ValueError, ">= 1, got 0"),
+    ("max_tokens", -1, ValueError, ">= 1, got -1"),
+    ("max_tokens", 1.5, TypeError, r"an int, got 1\.5"),
+    ("max_tokens", True, TypeError, "an int, got True"),
+    ("ignore_eos", 1, TypeError, "True or False, got 1"),
+    ("seed", -1, ValueError, r"\[0, 2\*\*64\), got -1"),
+    ("seed", 2**64, ValueError, r"\[0, 2\*\*64\), got 18446744073709551616"),
+    ("seed", 1.0, TypeError, r"an int or None, got 1\.0"),
+]
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    names = [f"{name}={value!r:.12}" for name, value, _, _ in cases]
+    return pytest.mark.parametrize(("name", "value", "error", "pattern"), cases, ids=names)
+
+
+@pytest.fixture(scope="module")
+def expected_ids(tiny_qwen3: Path) -> list[int]:
+    return HuggingFace(tiny_qwen3).greedy(PROMPT, 4, stop=frozenset())
+
+
+@pytest.fixture(scope="module")
+def shared_llm(tiny_qwen3: Path) -> LLM:
+    return LLM(str(tiny_qwen3), **CONFIG)
+
+
+@pytest.fixture
+def llm(shared_llm: LLM, expected_ids: list[int]) -> Iterator[LLM]:
+    """After the test nothing may be queued, and the next answer must be right."""
+    yield shared_llm
+    assert shared_llm.is_finished()
+    assert shared_llm.scheduler.num_residents == 0
+    shared_llm.scheduler.block_manager.check_integrity([])
+    assert greedy_ids(shared_llm, [PROMPT], 4) == [expected_ids]
+
+
+@pytest.fixture
+def checkpoint(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """A copy that the test may spoil."""
+    return Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_bad_prompt(llm: LLM, case: str) -> None:
+    prompt, error, pattern = BAD_PROMPTS[case]
+    with pytest.raises(error, match=f"^prompt .*{pattern}"):
+        llm.add_request(prompt, GREEDY)
+    assert llm.is_finished()
+    with pytest.raises(error, match=f"^prompt 3 .*{pattern}"):
+        llm.generate(["a", [2], "b", prompt, "c"], GREEDY, use_tqdm=False)
+    assert llm.is_finished()
+
+
+def test_bad_single_prompt(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"^prompt 0 is empty"):
+        llm.generate("", GREEDY)
+    with pytest.raises(ValueError, match=r"^prompt 0 has token id 512 at index 1"):
+        llm.generate([2, VOCAB_SIZE], GREEDY)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, ("a", "b"), {"a": 1}, np.array([1, 2]), b"a"])
+def test_prompts_of_wrong_type(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompts must be a list.*got " + re.escape(repr(prompts))):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("num_params", [0, 2, 4])
+def test_params_and_prompts_of_other_lengths(llm: LLM, num_params: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_params} sampling_params for 3 prompts.*one each"):
+        llm.generate(["a", "b", "c"], [GREEDY] * num_params)
+
+
+@pytest.mark.parametrize("params", ["greedy", {"temperature": 0}, 0, (GREEDY, GREEDY)])
+def test_params_of_wrong_type(llm: LLM, params: Any) -> None:
+    got = re.escape(repr(params))
+    with pytest.raises(TypeError, match=f"sampling_params 0 must be a SamplingParams, got {got}"):
+        llm.generate(["a", "b"], params)
+    with pytest.raises(TypeError, match=f"sampling_params must be a SamplingParams, got {got}"):
+        llm.add_request("a", params)
+    with pytest.raises(TypeError, match=f"sampling_params 1 must be a SamplingParams, got {got}"):
+        llm.generate(["a", "b"], [GREEDY, params])
+
+
+@each(BAD_SAMPLING)
+def test_bad_sampling_params(name: str, value: Any, error: type[Exception], pattern: str) -> None:
+    with pytest.raises(error, match=f"^{name} must be .*{pattern}"):
+        SamplingParams(**{name: value})
+
+
+@each(BAD_CONFIGS)
+def test_bad_config(
+    tiny_qwen3: Path, name: str, value: Any, error: type[Exception], pattern: str
+) -> None:
+    with pytest.raises(error, match=pattern) as caught:
+        LLM(str(tiny_qwen3), **(CONFIG | {name: value}))
+    message = str(caught.value).replace(" ", "_")
+    assert name in message
+    assert str(value) in message
+
+
+def test_unknown_keyword_suggests_the_near_match(tiny_qwen3: Path) -> None:
+    with pytest.raises(TypeError, match="'max_model_length'; did you mean 'max_model_len'"):
+        LLM(str(tiny_qwen3), max_model_length=64)
+    with pytest.raises(TypeError, match=r"'quux'; known: .*max_num_seqs"):
+        LLM(str(tiny_qwen3), quux=1)
+    with pytest.raises(TypeError, match="unknown keyword 'hf_config'"):
+        LLM(str(tiny_qwen3), hf_config=None)
+
+
+def test_pool_smaller_than_one_request(tiny_qwen3: Path) -> None:
+    fix = "takes 4 blocks.*raise num_kvcache_blocks.*lower max_model_len"
+    with pytest.raises(ValueError, match=f"3 blocks x 16 tokens.*max_model_len=64.*{fix}"):
+        LLM(str(tiny_qwen3), **(CONFIG | {"num_kvcache_blocks": 3}))
+    LLM(str(tiny_qwen3), **(CONFIG | {"num_kvcache_blocks": 4})).exit()
+
+
+def test_not_a_checkpoint(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"'Qwen/Qwen3-0.6B' does not exist.*download"):
+        LLM("Qwen/Qwen3-0.6B")
+    with pytest.raises(TypeError, match=r"model must be the path.*got 5"):
+        LLM(5)  # type: ignore[arg-type]
+    (checkpoint / "model.safetensors").rename(checkpoint / "model.bin")
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors file.*download"):
+        LLM(str(checkpoint))
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json.*download"):
+        LLM(str(checkpoint))
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3ForCausalLM"),
+    "no architecture": ({"architectures": None}, "not supported; supported: .*Qwen3ForCausalLM"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),
+    "yarn, 5.x": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        "yarn.*only rope_type 'default'",
+    ),
+    "yarn, 4.x": (
+        {"rope_parameters": None, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "yarn.*only rope_type 'default'",
+    ),
+    "linear, before 4.43": (
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "linear.*only rope_type 'default'",
+    ),
+    "window": (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "sliding-window.*only full attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_model_that_would_give_other_text(checkpoint: Path, case: str) -> None:
+    changes, pattern = UNSUPPORTED[case]
+    edit_json(checkpoint / "config.json", layer_types=None, **changes)
+    with pytest.raises(ValueError, match=pattern):
+        LLM(str(checkpoint), **CONFIG)
+
+
+def test_sliding_window_that_is_switched_off(checkpoint: Path, expected_ids: list[int]) -> None:
+    changes = {"use_sliding_window": False, "sliding_window": 2, "max_window_layers": 0}
+    edit_json(checkpoint / "config.json", layer_types=None, **changes)
+    assert greedy_ids(LLM(str(checkpoint), **CONFIG), [PROMPT], 4) == [expected_ids]
+
+
+def test_use_after_exit(tiny_qwen3: Path) -> None:
+    llm = LLM(str(tiny_qwen3), **CONFIG)
+    llm.exit()
+    for use in (lambda: llm.generate("a"), lambda: llm.add_request("a", GREEDY), llm.step):
+        with pytest.raises(RuntimeError, match=r"closed by exit\(\); make a new LLM"):
+            use()

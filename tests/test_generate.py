@@ -1,0 +1,249 @@
+"""What a user sees of `LLM`: forms of input, order, ends, the step loop, what is left behind."""
+
+import copy
+import gc
+import random
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from nanovllm import LLM, SamplingParams
+from tests.checkpoints import edit_json, make_checkpoint
+from tests.reference import HuggingFace, greedy_ids
+
+Ids = list[int]
+TEXT = "introduce yourself"
+NUM_TOKENS = 12
+CONFIG = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 4, "num_kvcache_blocks": 64}
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def make_llm(checkpoint: Path, **config: Any) -> LLM:
+    return LLM(str(checkpoint), **(CONFIG | config))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_qwen3: Path) -> LLM:
+    return make_llm(tiny_qwen3)
+
+
+@pytest.fixture(scope="module")
+def prompts(ragged_prompts: list[Ids]) -> list[Ids]:
+    return [prompt[:40] for prompt in ragged_prompts[:6]]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3: Path, prompts: list[Ids]) -> list[Ids]:
+    reference = HuggingFace(tiny_qwen3)
+    return [reference.greedy(prompt, NUM_TOKENS, stop=frozenset()) for prompt in prompts]
+
+
+def drain(llm: LLM) -> tuple[dict[int, Ids], list[int]]:
+    """Steps until all is finished: each request's ids, each step's number of tokens."""
+    ids: dict[int, Ids] = {}
+    nums_tokens = []
+    while not llm.is_finished():
+        finished, num_tokens = llm.step()
+        assert not ids.keys() & dict(finished).keys(), "returned twice"
+        ids.update(finished)
+        nums_tokens.append(num_tokens)
+    assert llm.step() == ([], 0)
+    return ids, nums_tokens
+
+
+def test_home_is_expanded(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tiny_qwen3.parent))
+    assert make_llm(Path("~") / tiny_qwen3.name).config.model == str(tiny_qwen3)
+
+
+def test_results_come_in_the_order_of_the_prompts(
+    tiny_qwen3: Path, prompts: list[Ids], expected: list[Ids]
+) -> None:
+    lens = [12, 3, 1, 7, 2, 10]  # of two residents, the later one often ends first
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
+    outputs = make_llm(tiny_qwen3, max_num_seqs=2).generate(prompts, params, use_tqdm=False)
+    assert [out["token_ids"] for out in outputs] == [
+        ids[:n] for ids, n in zip(expected, lens, strict=True)
+    ]
+    assert {out["finish_reason"] for out in outputs} == {"length"}
+
+
+def test_forms_of_prompts(llm: LLM, prompts: list[Ids], expected: list[Ids]) -> None:
+    assert llm.tokenizer is not None
+    text_ids = llm.tokenizer.encode(TEXT)
+    (from_ids,) = llm.generate(text_ids, GREEDY, use_tqdm=False)
+    (from_text,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
+    batch: list[str | Ids] = [prompts[0], TEXT, prompts[1]]
+    mixed = llm.generate(batch, GREEDY, use_tqdm=False)
+    assert from_text == from_ids == mixed[1]
+    assert from_text["text"] == llm.tokenizer.decode(from_text["token_ids"]) != ""
+    assert [mixed[0]["token_ids"], mixed[2]["token_ids"]] == expected[:2]
+    assert set(from_text) == {"text", "token_ids", "finish_reason"}
+    assert llm.generate([], GREEDY, use_tqdm=False) == llm.generate([], []) == []
+    (default,) = llm.generate([5, 6, 7], use_tqdm=False)
+    assert len(default["token_ids"]) <= 64 - 3
+
+
+def test_max_model_len_ends_with_length(tiny_qwen3: Path, prompts: list[Ids]) -> None:
+    llm = make_llm(tiny_qwen3, max_model_len=16, num_kvcache_blocks=4)
+    batch = [(prompts[0] * 20)[:n] for n in (15, 14, 1)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    outputs = llm.generate(batch, params, use_tqdm=False)
+    assert [len(out["token_ids"]) for out in outputs] == [1, 2, 15]
+    assert {out["finish_reason"] for out in outputs} == {"length"}
+
+
+@pytest.mark.parametrize(
+    "source", ["config", "config list", "generation_config", "tokenizer_config"]
+)
+def test_each_source_of_stop_ids_counts(
+    tiny_qwen3: Path, tmp_path: Path, source: str, llm: LLM
+) -> None:
+    free = llm.generate(TEXT, GREEDY, use_tqdm=False)[0]["token_ids"]
+    stop = free[4]
+    expected = free[: free.index(stop) + 1]
+    checkpoint = Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
+    token = AutoTokenizer.from_pretrained(tiny_qwen3).convert_ids_to_tokens(stop)
+    changes: dict[str, dict[str, Any]] = {
+        "config": {"eos_token_id": stop},
+        "config list": {"eos_token_id": [2, stop]},
+        "generation_config": {"eos_token_id": [2, stop]},
+        "tokenizer_config": {"eos_token": token},
+    }
+    edit_json(checkpoint / f"{source.split()[0]}.json", **changes[source])
+    stopping = make_llm(checkpoint)
+    assert stopping.tokenizer is not None
+    for max_tokens in (NUM_TOKENS, len(expected)):  # a stop token in the last place stops, too
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        (output,) = stopping.generate(TEXT, params, use_tqdm=False)
+        assert output["token_ids"] == expected
+        assert output["text"] == stopping.tokenizer.decode(expected)
+        assert output["finish_reason"] == "stop"
+    ignoring = stopping.generate(TEXT, GREEDY, use_tqdm=False)[0]
+    assert (ignoring["token_ids"], ignoring["finish_reason"]) == (free, "length")
+
+
+def test_checkpoint_without_stop_ids(tiny_qwen3: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
+    for name in ("config", "generation_config", "tokenizer_config"):
+        edit_json(checkpoint / f"{name}.json", eos_token_id=None, eos_token=None)
+    params = SamplingParams(temperature=1, max_tokens=60)
+    (output,) = make_llm(checkpoint).generate([5, 6], params, use_tqdm=False)
+    assert (len(output["token_ids"]), output["finish_reason"]) == (60, "length")
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_step_loop(
+    tiny_qwen3: Path, prompts: list[Ids], expected: list[Ids], async_scheduling: bool
+) -> None:
+    llm = make_llm(
+        tiny_qwen3,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=16,
+        async_scheduling=async_scheduling,
+    )
+    assert llm.is_finished()
+    assert llm.step() == ([], 0)
+    seq_ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
+    assert not llm.is_finished()
+    ids, nums_tokens = drain(llm)
+    assert [ids[seq_id] for seq_id in seq_ids] == expected
+    prefilled = [n for n in nums_tokens if n > 0]
+    assert sum(prefilled) == sum(map(len, prompts))
+    assert max(prefilled) <= 16
+    # The first token of each comes from its prefill.
+    assert -sum(n for n in nums_tokens if n < 0) == len(prompts) * (NUM_TOKENS - 1)
+
+
+def test_generate_serves_pending_requests_and_keeps_their_results(
+    llm: LLM, prompts: list[Ids], expected: list[Ids]
+) -> None:
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    first, second = llm.add_request(prompts[0], short), llm.add_request(prompts[1], GREEDY)
+    assert llm.generate([]) == []
+    assert greedy_ids(llm, prompts[2:4], 6) == [ids[:6] for ids in expected[2:4]]
+    assert not llm.is_finished()
+    ids, _ = drain(llm)
+    assert ids == {first: expected[0][:2], second: expected[1]}
+
+
+def test_two_engines_at_once(tiny_qwen3: Path, tmp_path: Path, prompts: list[Ids]) -> None:
+    paths = [tiny_qwen3, make_checkpoint(tmp_path, seed=1)]
+    alone = []
+    for path in paths:
+        outputs = make_llm(path).generate(prompts, SAMPLED, use_tqdm=False)
+        alone.append([out["token_ids"] for out in outputs])
+    engines = [make_llm(path) for path in paths]
+    together: list[dict[int, Ids]] = [{}, {}]
+    for engine in engines:
+        for prompt in prompts:
+            engine.add_request(prompt, SAMPLED)
+    while not all(engine.is_finished() for engine in engines):
+        for engine, ids in zip(engines, together, strict=True):
+            ids.update(engine.step()[0])
+    assert [[ids[i] for i in sorted(ids)] for ids in together] == alone
+    assert alone[0] != alone[1]
+
+
+def test_exit_and_del_free_everything(tiny_qwen3: Path) -> None:
+    def used(llm: LLM) -> weakref.ref[Any]:
+        llm.generate([TEXT, TEXT], SAMPLED, use_tqdm=False)
+        assert llm._runner is not None
+        return weakref.ref(llm._runner.model.lm_head.weight)
+
+    gc.disable()  # nothing may wait for the cycle collector
+    try:
+        with make_llm(tiny_qwen3) as closed:
+            weight = used(closed)
+            assert weight() is not None
+        assert weight() is None
+        closed.exit()
+        with pytest.raises(RuntimeError, match="exit"):
+            closed.step()
+        llm = make_llm(tiny_qwen3)
+        weight, engine = used(llm), weakref.ref(llm)
+        del llm
+        assert (weight(), engine()) == (None, None)
+    finally:
+        gc.enable()
+
+
+def test_arguments_and_global_state_are_left_alone(tiny_qwen3: Path, prompts: list[Ids]) -> None:
+    def state() -> list[Any]:
+        rngs = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+        flags = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        return [*rngs, *flags, torch.get_default_dtype(), torch.get_default_device()]
+
+    before = state()
+    batch, params = copy.deepcopy(prompts[:2]), [SAMPLED, GREEDY]
+    make_llm(tiny_qwen3, dtype="bfloat16").generate(batch, params, use_tqdm=False)
+    assert (batch, params) == (prompts[:2], [SAMPLED, GREEDY])
+    assert state() == before
+    with pytest.raises(ValueError, match="cannot hold"):
+        make_llm(tiny_qwen3, dtype="bfloat16", num_kvcache_blocks=1)
+    assert state() == before
+
+
+def test_checkpoint_without_tokenizer(tmp_path: Path, llm: LLM, prompts: list[Ids]) -> None:
+    bare = make_llm(make_checkpoint(tmp_path, with_tokenizer=False))
+    batch: list[str | Ids] = [prompts[0], TEXT]
+    with pytest.raises(ValueError, match=r"^prompt 1 is text, but .* no tokenizer; pass token ids"):
+        bare.generate(batch)
+    outputs = bare.generate(prompts, GREEDY, use_tqdm=False)
+    assert [out["token_ids"] for out in outputs] == greedy_ids(llm, prompts, NUM_TOKENS)
+    assert {out["text"] for out in outputs} == {""}
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([TEXT, TEXT], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate([TEXT, TEXT], GREEDY)
+    bar = capsys.readouterr().err
+    assert all(part in bar for part in ("2/2", "Prefill=", "Decode=", "tok/s"))

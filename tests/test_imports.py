@@ -1,0 +1,117 @@
+"""Imports point one way, and heavy ones stay where they belong; read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "nanovllm").rglob("*.py"))
+LEAVES = {"config", "outputs", "sampling_params"}
+# Part of the package -> the parts it may import, itself apart.
+ALLOWED = {
+    "utils": set[str](),
+    "kernels": set[str](),
+    "layers": {"utils", "kernels"},
+    "models": {"utils", "layers"},
+    "engine": {"utils", "kernels", "layers", "models"} | LEAVES,
+    "llm": {"engine"} | LEAVES,
+    "__init__": {"llm"} | LEAVES,
+} | {leaf: set[str]() for leaf in LEAVES}
+# Package -> the path prefixes that may import it.
+CONFINED = {
+    "triton": ("kernels/",),
+    "flash_attn": ("layers/attention_backends/",),
+    "torch.distributed": ("utils/distributed.py",),
+    "multiprocessing": ("engine/executor.py", "engine/ipc.py"),
+    "torch.multiprocessing": ("engine/executor.py", "engine/ipc.py"),
+}
+TORCH_FREE = [f"engine/{name}.py" for name in ("scheduler", "block_manager", "sequence", "batch")]
+
+
+def name_of(module: Path) -> str:
+    return module.relative_to(ROOT / "nanovllm").as_posix()
+
+
+def imports_of(source: str) -> set[str]:
+    """Dotted names of everything imported anywhere in `source`, functions included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names.update(str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+    return names
+
+
+def is_under(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def breaches(module: str, source: str) -> list[str]:
+    """Imports of `source` that a file of that name may not have."""
+    own = module.removesuffix(".py").split("/")[0]
+    found = []
+    for name in sorted(imports_of(source)):
+        package, *rest = name.split(".")
+        if package == "nanovllm" and (not rest or rest[0] not in ALLOWED[own] | {own}):
+            found.append(name)
+        for confined, homes in CONFINED.items():
+            if is_under(name, confined) and not module.startswith(homes):
+                found.append(name)
+        if is_under(name, "torch") and module in TORCH_FREE:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=name_of)
+def test_imports_point_one_way(module: Path) -> None:
+    assert breaches(name_of(module), module.read_text()) == []
+
+
+def test_the_torch_free_modules_exist() -> None:
+    assert set(TORCH_FREE) <= set(map(name_of, MODULES))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("utils/context.py", "from nanovllm.config import Config"),
+        ("kernels/norm.py", "import nanovllm.utils.context"),
+        ("layers/linear.py", "from nanovllm.models import qwen3"),
+        ("layers/linear.py", "def f():\n    import triton.language as tl"),
+        ("models/qwen3.py", "from nanovllm.engine.batch import ScheduledBatch"),
+        ("engine/llm_engine.py", "from nanovllm import LLM"),
+        ("engine/batch.py", "from torch import nn"),
+        ("engine/cuda_graph.py", "from multiprocessing.shared_memory import SharedMemory"),
+        ("engine/model_runner.py", "from torch import distributed as dist"),
+        ("layers/attention.py", "from flash_attn import flash_attn_func"),
+        ("llm.py", "import importlib\nimportlib.import_module('triton')"),
+    ],
+)
+def test_a_breach_is_found(module: str, source: str) -> None:
+    assert len(breaches(module, source)) == 1
+
+
+IMPORT_ALL = """
+import importlib, sys
+sys.modules["triton"] = sys.modules["flash_attn"] = None  # importing them raises ImportError
+import nanovllm
+assert {"LLM", "SamplingParams"} <= set(nanovllm.__all__)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def test_imports_without_triton_and_flash_attn() -> None:
+    """All but the files that exist for these packages, which are imported on demand."""
+    homes = CONFINED["triton"] + CONFINED["flash_attn"]
+    paths = [name_of(module) for module in MODULES if not name_of(module).startswith(homes)]
+    names = [f"nanovllm.{path.removesuffix('.py').replace('/', '.')}" for path in paths]
+    names = [name.removesuffix(".__init__") for name in names]
+    subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], check=True, cwd=ROOT, timeout=120)

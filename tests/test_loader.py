@@ -1,0 +1,249 @@
+"""Checkpoints that do and do not match their config, and what each rank reads of them."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig
+
+from nanovllm import LLM
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.loader import Checkpoint, PackedModules, load_model
+from tests.checkpoints import edit_json, make_checkpoint
+from tests.reference import HuggingFace, next_token_logits
+
+Tensors = dict[str, torch.Tensor]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+PROMPT = [5, 300, 17, 222, 80, 9, 411]
+
+
+@pytest.fixture
+def checkpoint(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change: tied, one file."""
+    return Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
+
+
+def edit_tensors(checkpoint: Path, edit: Callable[[Tensors], object]) -> Tensors:
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def make_llm(checkpoint: Path, **config: Any) -> LLM:
+    return LLM(str(checkpoint), device="cpu", **({"max_model_len": 64} | config))
+
+
+def logits_of(checkpoint: Path, **config: Any) -> torch.Tensor:
+    with make_llm(checkpoint, **config) as llm:
+        return next_token_logits(llm, [PROMPT])[0]
+
+
+def model_of(llm: LLM) -> Any:
+    assert llm._runner is not None
+    return llm._runner.model
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", EMBEDDING, Q_PROJ])
+def test_missing_tensor(checkpoint: Path, name: str) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"lacks tensors that its config asks for: {name}$"):
+        make_llm(checkpoint)
+
+
+def test_unknown_tensor(checkpoint: Path) -> None:
+    derived, scale = "model.layers.0.self_attn.rotary_emb.inv_freq", f"{Q_PROJ}_scale"
+    expected = logits_of(checkpoint)
+    edit_tensors(checkpoint, lambda tensors: tensors.update({derived: torch.ones(8)}))
+    assert torch.equal(logits_of(checkpoint), expected)
+    edit_tensors(checkpoint, lambda tensors: tensors.update({scale: torch.ones(1)}))
+    with pytest.raises(ValueError, match=f"does not know: {scale}; quantized"):
+        make_llm(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "asked"),
+    [
+        ("model.norm.weight", [32], [64]),
+        (Q_PROJ, [32, 64], [64, 64]),
+        ("model.layers.0.mlp.down_proj.weight", [96, 64], [64, 96]),
+        (EMBEDDING, [512, 32], [512, 64]),
+    ],
+)
+def test_wrong_shape(checkpoint: Path, name: str, shape: list[int], asked: list[int]) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.update({name: torch.ones(shape)}))
+    with pytest.raises(ValueError, match=f"cannot load tensor '{name}'") as caught:
+        make_llm(checkpoint)
+    assert f"its shape is {shape}, the config asks for {asked}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1"])
+def test_file_that_is_not_safetensors(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete.*download"):
+        make_llm(checkpoint)
+
+
+def split_in_two(checkpoint: Path, with_index: bool) -> None:
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    files = {name: f"model-{1 + i % 2}-of-2.safetensors" for i, name in enumerate(sorted(tensors))}
+    for shard in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == shard}, checkpoint / shard)
+    if with_index:
+        index = checkpoint / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_sharded_checkpoint(checkpoint: Path, with_index: bool) -> None:
+    expected = logits_of(checkpoint)
+    split_in_two(checkpoint, with_index)
+    if with_index:  # then a stray file is ignored
+        save_file({Q_PROJ: torch.ones(64, 64)}, checkpoint / "consolidated.safetensors")
+    assert torch.equal(logits_of(checkpoint), expected)
+
+
+def test_index_names_a_missing_file(checkpoint: Path) -> None:
+    split_in_two(checkpoint, with_index=True)
+    (checkpoint / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-2-of-2\.safetensors is missing.*download"):
+        make_llm(checkpoint)
+
+
+def test_tensor_in_two_files(checkpoint: Path) -> None:
+    save_file({Q_PROJ: torch.ones(64, 64)}, checkpoint / "old.safetensors")
+    with pytest.raises(ValueError, match=r"in both model\.safetensors and old\.safetensors") as e:
+        make_llm(checkpoint)
+    assert Q_PROJ in str(e.value)
+
+
+def test_tied_with_an_identical_head(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = logits_of(checkpoint)
+    edit_tensors(checkpoint, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    llm = make_llm(checkpoint)
+    assert model_of(llm).lm_head.weight is model_of(llm).model.embed_tokens.weight
+    assert torch.equal(next_token_logits(llm, [PROMPT])[0], expected)
+    assert "differs from the embedding" not in caplog.text
+
+
+def test_tied_with_another_head(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = edit_tensors(checkpoint, lambda t: t.update({HEAD: t[EMBEDDING].flip(0).clone()}))
+    with make_llm(checkpoint) as llm:
+        assert torch.equal(model_of(llm).lm_head.weight, tensors[HEAD])
+        assert torch.equal(model_of(llm).model.embed_tokens.weight, tensors[EMBEDDING])
+    (record,) = [r for r in caplog.records if "differs from the embedding" in r.message]
+    assert record.levelno == logging.WARNING
+    kept = logits_of(checkpoint)
+    edit_json(checkpoint / "config.json", tie_word_embeddings=False)
+    torch.testing.assert_close(kept, HuggingFace(checkpoint).last_logits(PROMPT))
+    assert torch.equal(kept, logits_of(checkpoint))
+
+
+def test_untied_without_a_head(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=f"lacks tensors that its config asks for: {HEAD}$"):
+        make_llm(checkpoint)
+
+
+def test_bfloat16_checkpoint(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    with make_llm(checkpoint) as llm:
+        assert {param.dtype for param in model_of(llm).parameters()} == {torch.bfloat16}
+    with make_llm(checkpoint, dtype="float32") as llm:
+        assert {param.dtype for param in model_of(llm).parameters()} == {torch.float32}
+        logits = next_token_logits(llm, [PROMPT])[0]
+    torch.testing.assert_close(logits, HuggingFace(checkpoint).last_logits(PROMPT))
+
+
+def test_max_model_len_is_capped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_json(checkpoint / "config.json", max_position_embeddings=48)
+    assert make_llm(checkpoint, max_model_len=48).config.max_model_len == 48
+    assert "max_model_len" not in caplog.text
+    assert make_llm(checkpoint, max_model_len=49).config.max_model_len == 48
+    assert "max_model_len=49 exceeds" in caplog.text
+    assert "using 48" in caplog.text
+
+
+@pytest.mark.parametrize("spelling", ["4.x", "5.x"])
+def test_rope_theta_is_read_from_either_spelling(checkpoint: Path, spelling: str) -> None:
+    other_theta = logits_of(checkpoint)
+    old = {"rope_theta": 5000.0}
+    new = {"rope_parameters": old | {"rope_type": "default"}}
+    absent = {"rope_theta": None, "rope_parameters": None}
+    config = checkpoint / "config.json"
+    edit_json(config, **absent | (old if spelling == "4.x" else new))
+    logits = logits_of(checkpoint)
+    assert (logits - other_theta).abs().max() > 0.1
+    edit_json(config, **old | new)  # the installed Hugging Face may read only one of them
+    torch.testing.assert_close(logits, HuggingFace(checkpoint).last_logits(PROMPT))
+
+
+def by_checkpoint_name(model: nn.Module, mapping: PackedModules) -> Tensors:
+    """One rank's parameters, packed ones taken apart: q | k | v is 2 : 1 : 1, gate | up 1 : 1."""
+    tensors: Tensors = {}
+    for name, param in model.named_parameters():
+        *parents, module, kind = name.split(".")
+        parts = mapping.get(module, (module,))
+        quarter = param.shape[0] // 4
+        sizes = {1: [4 * quarter], 2: [2 * quarter] * 2, 3: [2 * quarter, quarter, quarter]}
+        for part, piece in zip(parts, torch.split(param.data, sizes[len(parts)]), strict=True):
+            tensors[".".join([*parents, part, kind])] = piece
+    return tensors
+
+
+def test_pieces_of_two_ranks_make_up_the_checkpoint(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, attention_bias=True, tie_word_embeddings=False)
+    config, mapping = AutoConfig.from_pretrained(path), Qwen3ForCausalLM.packed_modules_mapping
+    ranks = []
+    for rank in range(2):
+        model = Qwen3ForCausalLM(config, TPGroup(rank, 2), tie_word_embeddings=False)
+        load_model(model, Checkpoint(path), mapping)
+        ranks.append(by_checkpoint_name(model, mapping))
+    tensors = load_file(path / "model.safetensors")
+    assert ranks[0].keys() == ranks[1].keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        first, second = ranks[0][name], ranks[1][name]
+        is_row_parallel = "o_proj" in name or "down_proj" in name
+        if "norm" in name or (is_row_parallel and "bias" in name):
+            assert torch.equal(first, tensor), name
+            assert torch.equal(second, tensor), name
+        else:
+            whole = torch.cat((first, second), dim=int(is_row_parallel))
+            assert torch.equal(whole, tensor), name
+
+
+class PartialSums(TPGroup):
+    """A rank without processes: what it would send to the others is its result."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_partial_sums_of_two_ranks_add_up() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(6, 8), torch.randn(6), torch.randn(3, 8)
+    ids = torch.tensor([0, 5, 2, 3])
+    row_parallel, embedded = torch.zeros(3, 6), torch.zeros(4, 8)
+    for rank in range(2):
+        linear = RowParallelLinear(PartialSums(rank, 2), 8, 6, bias=True)
+        linear.load_state_dict({"weight": weight.chunk(2, dim=1)[rank], "bias": bias})
+        row_parallel += linear(x.chunk(2, dim=1)[rank])
+        embedding = VocabParallelEmbedding(PartialSums(rank, 2), 6, 8)
+        embedding.load_state_dict({"weight": weight.chunk(2)[rank]})
+        embedded += embedding(ids)
+    torch.testing.assert_close(row_parallel, F.linear(x, weight, bias))
+    assert torch.equal(embedded, weight[ids])
