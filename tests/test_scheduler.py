@@ -22,8 +22,14 @@ def make_scheduler(
 
 
 def add(scheduler: Scheduler, seq_id: int, num_tokens: int, max_tokens: int = 64) -> Sequence:
-    """A prompt that shares no prefix with another's."""
+    """Queues a prompt that shares no prefix with another's."""
     prompt = [1000 * (seq_id + 1) + i for i in range(num_tokens)]
+    return add_prompt(scheduler, seq_id, prompt, max_tokens)
+
+
+def add_prompt(
+    scheduler: Scheduler, seq_id: int, prompt: list[int], max_tokens: int = 64
+) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     seq = Sequence(seq_id, prompt, params, max_model_len=1000, seed=seq_id)
     scheduler.add(seq)
@@ -110,11 +116,12 @@ def test_the_most_recently_admitted_is_preempted_and_resumes() -> None:
     scheduler = make_scheduler(num_blocks=5)
     seqs = [add(scheduler, seq_id, 4) for seq_id in range(3)]
     assert step(scheduler).seq_ids == [0, 1, 2]
+    later = add(scheduler, 3, 24)
     batch = step(scheduler)  # each needs a second block, two are left
     assert batch.seq_ids == [0, 1]
     assert [growth.index for growth in batch.growth] == [1, 1]
     assert scheduler.num_preemptions == 1
-    assert list(scheduler.waiting) == [seqs[2]]
+    assert list(scheduler.waiting) == [seqs[2], later]
     assert (seqs[2].row, seqs[2].block_table) == (None, [])
     scheduler.abort([0])
     assert spans(step(scheduler)) == [(2, 4, 5)], "its first block is still cached"
@@ -158,6 +165,15 @@ def test_decode_grows_a_table_when_a_token_needs_it() -> None:
     batch = step(scheduler)
     assert batch.growth == [BlockGrowth(batch.rows[0], 1, seq.block_table[1])]
     assert batch.max_context_len == BLOCK_SIZE + 1
+
+
+def test_blocks_filled_by_decode_are_offered_to_later_prompts() -> None:
+    scheduler = make_scheduler()
+    seq = add(scheduler, 0, BLOCK_SIZE, max_tokens=BLOCK_SIZE + 1)
+    while not scheduler.is_finished():
+        step(scheduler)
+    add_prompt(scheduler, 1, [*seq.token_ids, 1, 2])
+    assert spans(step(scheduler)) == [(1, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE + 3)]
 
 
 def test_a_known_end_is_not_overrun() -> None:
