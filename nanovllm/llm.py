@@ -61,7 +61,7 @@ class LLM(LLMEngine):
                     seq_ids.append(self._enqueue(*request))
                 finished = self._run(set(seq_ids), use_tqdm, raise_if_interrupted)
         except BaseException:
-            self.scheduler.abort(seq_ids)
+            self._abort(seq_ids)
             raise
         return [self._output(finished[seq_id]) for seq_id in seq_ids]
 

@@ -1,10 +1,12 @@
 """Request lifecycle and the step loop: checks requests, schedules, launches, completes."""
 
+from collections import deque
 from typing import Any
 
 import xxhash
 
 from nanovllm.config import Config
+from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
@@ -33,6 +35,7 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             stop_token_ids=stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer),
         )
+        self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
         self._num_requests = 0
         self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
 
@@ -43,10 +46,11 @@ class LLMEngine:
         return self._enqueue(self._checked_token_ids(prompt, "prompt"), sampling_params)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Runs one step.
+        """Launches one step and completes the one before; with `async_scheduling` off, itself.
 
-        Returns the requests that ended, as (id, completion token ids), and the step's tokens: those
-        computed by a prefill, or minus the number of sequences decoded; ([], 0) if idle.
+        Returns the requests that ended with the completed step, as (id, completion token ids), and
+        its tokens: those computed by a prefill, or minus the number of sequences decoded. ([], 0)
+        if there is no step to complete, as in the first call.
         """
         finished, num_tokens = self._step()
         finished = self._unreported + finished
@@ -58,22 +62,48 @@ class LLMEngine:
         return self.scheduler.is_finished() and not self._unreported
 
     def exit(self) -> None:
-        """Frees model and cache; the engine cannot be used afterwards. Idempotent."""
-        self._runner = None
+        """Drops all requests, frees model and cache; the engine cannot be used afterwards.
+        Idempotent."""
+        self.scheduler.abort_all()
+        self._in_flight.clear()
+        self._unreported.clear()
+        if self._runner is not None:
+            self._runner.exit()
+            self._runner = None
 
     def _step(self) -> tuple[list[Sequence], int]:
-        """As `step`, for all requests; a step that raises is undone, its requests start afresh."""
+        """As `step`, for all requests: schedules and launches a step, then completes the one before
+        (or itself, without `async_scheduling`). Should that raise, the steps in flight are undone
+        and their requests start afresh."""
         runner = self._check_open()
         batch = self.scheduler.schedule()
-        if batch is None:
-            return [], 0
         try:
-            token_ids = runner.launch(batch).token_ids()
+            if batch is not None:
+                self._in_flight.append((batch, runner.launch(batch)))
+            may_wait = batch is not None and self.config.async_scheduling
+            if not self._in_flight or (may_wait and len(self._in_flight) == 1):
+                return [], 0
+            completed, handle = self._in_flight.popleft()
+            token_ids = handle.token_ids()
         except BaseException:
+            self._in_flight.clear()
             self.scheduler.recover()
             raise
-        finished = self.scheduler.postprocess(batch, token_ids)
-        return finished, batch.num_tokens if batch.is_prefill else -len(batch.rows)
+        finished = self.scheduler.postprocess(completed, token_ids)
+        self._forget_idle_steps()
+        num_tokens = completed.num_tokens
+        return finished, num_tokens if completed.is_prefill else -num_tokens
+
+    def _abort(self, seq_ids: list[int]) -> None:
+        """Drops requests; those that have ended are left alone."""
+        self.scheduler.abort(seq_ids)
+        self._forget_idle_steps()
+
+    def _forget_idle_steps(self) -> None:
+        """Forgets the step in flight if everything that it computes for has ended meanwhile."""
+        if self.scheduler.is_finished():
+            self._in_flight.clear()
+            self.scheduler.recover()
 
     def _enqueue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
         seq_id = self._num_requests

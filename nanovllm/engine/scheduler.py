@@ -72,7 +72,7 @@ class Scheduler:
             seq = self._unfinished.get(seq_id)
             if seq is None:
                 continue
-            if not batch.is_prefill:
+            if not batch.is_prefill and len(seq.token_ids) % self.block_manager.block_size == 0:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
             if self._ends(seq, token_id):
@@ -91,6 +91,9 @@ class Scheduler:
             self.running.pop(seq.seq_id, None)
         if aborted:
             self.waiting = deque(seq for seq in self.waiting if seq.seq_id in self._unfinished)
+
+    def abort_all(self) -> None:
+        self.abort(list(self._unfinished))
 
     def recover(self) -> None:
         """After a step failed: forgets the steps in flight and starts every resident afresh."""
