@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.tiles import attention_tile
 
-TARGET_PROGRAMS = 2048  # enough to keep every multiprocessor's copy engine busy
+TARGET_PROGRAMS = 1000  # what keeps the memory of a large GPU busy
 MAX_SPLITS = 16
 
 
@@ -120,8 +120,10 @@ def _merge_kernel(
 def num_splits_for(batch: int, kv_heads: int) -> int:
     """Splits per sequence: none once the batch alone fills the GPU. Depends on sizes only, so that
     a captured launch stays right; short contexts leave their later splits empty."""
-    wanted: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, batch * kv_heads))
-    return min(wanted, MAX_SPLITS)
+    num_programs = batch * kv_heads
+    wanted: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_programs))
+    # Merging costs too: more than 8 pay only while most of the GPU would idle.
+    return min(wanted, MAX_SPLITS if num_programs < 32 else MAX_SPLITS // 2)
 
 
 def decode_attention(
@@ -143,7 +145,7 @@ def decode_attention(
     _, block_size, kv_heads, _ = k_cache.shape
     splits = num_splits or num_splits_for(n, kv_heads)
     padded = triton.next_power_of_2(head_dim)
-    tile, num_stages = attention_tile(padded, q.element_size(), q.device)
+    tile = attention_tile(padded, q.element_size(), q.device)
     out = q.new_empty(n, num_heads, head_dim)
     is_split = splits > 1
     partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
@@ -171,7 +173,7 @@ def decode_attention(
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=num_stages,
+        num_stages=2,
     )
     if is_split:
         _merge_kernel[(n * num_heads,)](

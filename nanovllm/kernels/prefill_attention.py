@@ -119,8 +119,8 @@ def prefill_attention(
     tables = block_tables if block_tables is not None else cu_seqlens_q  # unused then
     block_size, kv_heads = (k.shape[1] if is_paged else 1), k.shape[-2]
     padded = triton.next_power_of_2(head_dim)
-    tile, num_stages = attention_tile(padded, q.element_size(), q.device)
-    tile = max(16, tile // 2)  # the query tile needs its share of shared memory
+    # Half of decode's: the query tile needs its share of shared memory.
+    tile = max(16, attention_tile(padded, q.element_size(), q.device) // 2)
     rows = 128 if padded * q.element_size() <= 256 else 64
     out = q.new_empty(num_tokens, num_heads, head_dim)
     grid = (num_heads, triton.cdiv(max_seqlen_q, rows), len(cu_seqlens_q) - 1)
@@ -131,6 +131,6 @@ def prefill_attention(
         BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, IS_PAGED=is_paged,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if rows == 128 else 4,
-        num_stages=num_stages,
+        num_stages=3,
     )  # fmt: skip
     return out

@@ -1,15 +1,17 @@
 """The sampler of layers/sampler.py in one pass over the logits, bit for bit the same hash.
 
 A program finds the best (score, id) of one chunk of one row; a second kernel picks each row's best
-chunk and leaves the id in the row state.
+chunk and leaves the id in the row state. Two logarithms per id would cost more than reading the
+logits, so noise is first bounded from above by its bits alone; only tiles in which that bound beats
+the best score so far (a handful, as records are) are computed exactly.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK = 8192
-TILE = 1024
+TILE = 2048
+MIN_PROGRAMS = 512  # what fills the GPU; fewer, longer chunks skip more tiles
 
 
 @triton.jit
@@ -31,7 +33,8 @@ def _noise_keys(seed, position):
 
 
 @triton.jit
-def _gumbel_noise(token_id, first, second):
+def _uniform(token_id, first, second):
+    """In (0, 1), and precise where it is small: that is where the largest noise comes from."""
     x = token_id.to(tl.uint32) ^ first
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -39,14 +42,27 @@ def _gumbel_noise(token_id, first, second):
     x += second
     x *= 0x846CA68B
     x ^= x >> 16
-    uniform = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    return (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _gumbel_noise(uniform):
+    uniform = tl.minimum(uniform, 0.99999994)
     # -log1p(-u): the series where 1 - u would round away what makes the noise large.
     series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
     exponential = tl.where(uniform < 0.0078125, series, -tl.log(1.0 - uniform))
     return -tl.log(exponential)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit
+def _gumbel_bound(uniform):
+    """Never below the noise: -log(-log1p(-u)) <= -log(u), and a float's bits, read as a number,
+    are a lower bound of its base-2 logarithm."""
+    bits = uniform.to(tl.int32, bitcast=True).to(tl.float32)
+    return (127.0 - bits * 1.1920928955078125e-07) * 0.6931472
+
+
+@triton.jit(do_not_specialize=["num_chunks", "tiles_per_chunk"])
 def _best_of_chunk_kernel(
     logits_ptr,  # [n, vocab]
     rows_ptr,  # [n], -1 for padding
@@ -57,7 +73,7 @@ def _best_of_chunk_kernel(
     best_id_ptr,
     vocab,
     num_chunks,
-    CHUNK: tl.constexpr,
+    tiles_per_chunk,
     TILE: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -66,23 +82,32 @@ def _best_of_chunk_kernel(
     if row < 0:
         return
     temperature = tl.load(temperatures_ptr + row)
+    is_random = temperature > 0
+    inverse = 1.0 / tl.where(is_random, temperature, 1.0)
     first, second = _noise_keys(tl.load(seeds_ptr + row), tl.load(context_lens_ptr + row))
-    best_score = tl.full([TILE], float("-inf"), tl.float32)
-    best_id = tl.full([TILE], 0x7FFFFFFF, tl.int32)
-    for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab), TILE):
-        token_id = start + tl.arange(0, TILE)
-        mask = token_id < vocab
-        score = tl.load(logits_ptr + n * vocab + token_id, mask=mask, other=float("-inf"))
-        score = score.to(tl.float32)
-        if temperature > 0:
-            score = score / temperature + _gumbel_noise(token_id, first, second)
-        is_better = score > best_score  # strictly: the lower id stays
-        best_score = tl.where(is_better, score, best_score)
-        best_id = tl.where(is_better, token_id, best_id)
-    top = tl.max(best_score, 0)
-    top_id = tl.min(tl.where(best_score == top, best_id, 0x7FFFFFFF), 0)
-    tl.store(best_score_ptr + n * num_chunks + chunk, top)
-    tl.store(best_id_ptr + n * num_chunks + chunk, top_id)
+    best_score = float("-inf")
+    best_id = 0x7FFFFFFF
+    start = chunk * tiles_per_chunk * TILE
+    for tile in range(start, tl.minimum(start + tiles_per_chunk * TILE, vocab), TILE):
+        token_id = tile + tl.arange(0, TILE)
+        logit = tl.load(
+            logits_ptr + n * vocab + token_id, mask=token_id < vocab, other=float("-inf")
+        ).to(tl.float32)
+        score = logit
+        if is_random:
+            uniform = _uniform(token_id, first, second)
+            bound = tl.max(logit * inverse + _gumbel_bound(uniform), 0)
+            # The slack covers the bound's own rounding.
+            if bound + 0.01 + 1e-6 * tl.abs(bound) > best_score:
+                score = logit / temperature + _gumbel_noise(uniform)
+            else:
+                score = tl.full([TILE], float("-inf"), tl.float32)
+        tile_best = tl.max(score, 0)
+        if tile_best > best_score:  # strictly: of equals the lower id stays
+            best_score = tile_best
+            best_id = tl.min(tl.where(score == tile_best, token_id, 0x7FFFFFFF), 0)
+    tl.store(best_score_ptr + n * num_chunks + chunk, best_score)
+    tl.store(best_id_ptr + n * num_chunks + chunk, best_id)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -123,7 +148,9 @@ def sample(
     -> token ids int64 [n]
     """
     n, vocab = logits.shape
-    num_chunks = triton.cdiv(vocab, CHUNK)
+    num_tiles = triton.cdiv(vocab, TILE)
+    tiles_per_chunk = max(1, num_tiles * n // MIN_PROGRAMS)
+    num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     best_score = logits.new_empty(n, num_chunks, dtype=torch.float32)
     best_id = logits.new_empty(n, num_chunks, dtype=torch.int32)
     sampled = logits.new_empty(n, dtype=torch.int64)
@@ -137,7 +164,7 @@ def sample(
         best_id,
         vocab,
         num_chunks,
-        CHUNK=CHUNK,
+        tiles_per_chunk,
         TILE=TILE,
         num_warps=4,
     )
@@ -148,7 +175,7 @@ def sample(
         last_tokens,
         sampled,
         num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=1,
     )
     return sampled

@@ -14,8 +14,7 @@ def shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def attention_tile(padded_head_dim: int, itemsize: int, device: torch.device) -> tuple[int, int]:
-    """(tokens per K/V tile of decode, pipeline stages): the tiles of every stage must fit."""
-    num_stages = 3 if shared_memory(device) >= 200 * 1024 else 2
-    tile_bytes = 32 * 1024 if num_stages == 3 else 16 * 1024
-    return max(16, min(128, tile_bytes // (padded_head_dim * itemsize))), num_stages
+def attention_tile(padded_head_dim: int, itemsize: int, device: torch.device) -> int:
+    """Tokens per K/V tile of decode attention: two stages of K and V tiles must fit."""
+    tile_bytes = 32 * 1024 if shared_memory(device) >= 160 * 1024 else 16 * 1024
+    return max(16, min(128, tile_bytes // (padded_head_dim * itemsize)))
