@@ -28,6 +28,7 @@ class Config:
     enforce_eager: no CUDA graphs.
     num_kvcache_blocks: size of the K/V pool; -1 measures.
     device, dtype, attention_backend: "auto" takes the best there is, the checkpoint's, the fastest.
+    async_scheduling: the host runs one step ahead of the device; off, it waits for each step.
     seed: keys the sampling noise of requests that have no seed of their own.
 
     Derived: `hf_config`, `torch_device`, `torch_dtype`.
@@ -66,7 +67,10 @@ class Config:
     def __post_init__(self) -> None:
         self._check_knobs()
         self.model = str(_checkpoint_dir(self.model))
-        self.hf_config = AutoConfig.from_pretrained(self.model, local_files_only=True)
+        try:
+            self.hf_config = AutoConfig.from_pretrained(self.model, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read {self.model}/config.json: {error}") from error
         self.torch_device = _resolve_device(self.device)
         self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
         self._cap_max_model_len()
@@ -90,6 +94,8 @@ class Config:
             raise TypeError(f"gpu_memory_utilization must be a number, got {utilization!r}")
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
+        if not isinstance(self.attention_backend, str):
+            raise TypeError(f"attention_backend must be a str, got {self.attention_backend!r}")
         for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
             value = getattr(self, name)
             if not isinstance(value, bool):

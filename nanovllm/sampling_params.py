@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 from numbers import Real
 
+MIN_TEMPERATURE = 1e-5  # logits / T stays far from the limits of fp32
 MAX_SEED = 2**64 - 1
 
 
@@ -28,6 +29,11 @@ class SamplingParams:
         if not 0 <= self.temperature <= sys.float_info.max:  # nor nan
             raise ValueError(
                 f"temperature must be finite and >= 0 (0 is greedy), got {self.temperature}"
+            )
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, "
+                f"got {self.temperature}"
             )
         if not _is_int(self.max_tokens):
             raise TypeError(f"max_tokens must be an int, got {self.max_tokens!r}")

@@ -72,6 +72,7 @@ BAD_SAMPLING: list[Case] = [
     ("temperature", float("nan"), ValueError, "finite.*got nan"),
     ("temperature", float("inf"), ValueError, "finite.*got inf"),
     ("temperature", 10**400, ValueError, "finite"),
+    ("temperature", 1e-38, ValueError, "0 .greedy. or at least 1e-05, got 1e-38"),
     ("temperature", "0.6", TypeError, "a number, got '0.6'"),
     ("temperature", True, TypeError, "a number, got True"),
     ("max_tokens", 0, ValueError, ">= 1, got 0"),
@@ -184,7 +185,7 @@ def test_unknown_keyword_suggests_the_near_match(tiny_qwen3: Path) -> None:
 
 
 def test_pool_smaller_than_one_request(tiny_qwen3: Path) -> None:
-    fix = "takes 4 blocks.*raise num_kvcache_blocks.*lower max_model_len"
+    fix = "takes 4 blocks.*raise num_kvcache_blocks to 4 or lower max_model_len to 48"
     with pytest.raises(ValueError, match=f"3 blocks x 16 tokens.*max_model_len=64.*{fix}"):
         LLM(str(tiny_qwen3), **(CONFIG | {"num_kvcache_blocks": 3}))
     LLM(str(tiny_qwen3), **(CONFIG | {"num_kvcache_blocks": 4})).exit()
@@ -198,12 +199,20 @@ def test_not_a_checkpoint(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "model.bin")
     with pytest.raises(ValueError, match=r"has no \*\.safetensors file.*download"):
         LLM(str(checkpoint))
+    (checkpoint / "config.json").write_text("{")
+    (checkpoint / "model.bin").rename(checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
+        LLM(str(checkpoint))
     (checkpoint / "config.json").unlink()
     with pytest.raises(ValueError, match=r"has no config\.json.*download"):
         LLM(str(checkpoint))
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "head counts": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+    ),
     "architecture": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3ForCausalLM"),
     "no architecture": ({"architectures": None}, "not supported; supported: .*Qwen3ForCausalLM"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),

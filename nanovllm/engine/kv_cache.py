@@ -33,14 +33,7 @@ def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int
     else:
         num_blocks = max(min(config.max_num_seqs * need, affordable), need)
     if num_blocks < need:
-        size = config.kvcache_block_size
-        raise ValueError(
-            f"the K/V pool of {max(num_blocks, 0)} blocks x {size} tokens cannot hold one request "
-            f"of max_model_len={config.max_model_len} tokens, which takes {need} blocks "
-            f"({need * block_bytes / GIB:.2f} GiB; {max(pool_bytes, 0) / GIB:.2f} GiB are left for "
-            "the pool); raise num_kvcache_blocks or gpu_memory_utilization, or lower max_model_len "
-            "(or max_num_batched_tokens and max_num_seqs, which cost working memory)"
-        )
+        raise ValueError(_pool_too_small(config, max(num_blocks, 0), need, block_bytes, pool_bytes))
     logger.info(
         "K/V pool: %d blocks of %d tokens, %.2f GiB",
         num_blocks,
@@ -48,6 +41,25 @@ def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int
         num_blocks * block_bytes / GIB,
     )
     return num_blocks
+
+
+def _pool_too_small(
+    config: Config, num_blocks: int, need: int, block_bytes: int, pool_bytes: int
+) -> str:
+    size = config.kvcache_block_size
+    message = (
+        f"the K/V pool of {num_blocks} blocks x {size} tokens cannot hold one request of "
+        f"max_model_len={config.max_model_len} tokens, which takes {need} blocks; "
+    )
+    if config.num_kvcache_blocks != -1:
+        return message + (
+            f"raise num_kvcache_blocks to {need} or lower max_model_len to {num_blocks * size}"
+        )
+    return message + (
+        f"they are {need * block_bytes / GIB:.2f} GiB, {max(pool_bytes, 0) / GIB:.2f} GiB are left "
+        f"of gpu_memory_utilization={config.gpu_memory_utilization} after weights and working "
+        "memory; raise it, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
+    )
 
 
 def cpu_pool_bytes() -> int:

@@ -65,8 +65,6 @@ class ModelRunner:
         is_tied = checkpoint.is_tied(config.hf_config.tie_word_embeddings)
         with _torch_defaults(config.torch_dtype, self.device):
             self.model = cls(config.hf_config, group, tie_word_embeddings=is_tied)
-        load_model(self.model, checkpoint, cls.packed_modules_mapping)
-        self.sampler = Sampler()
         self._attention = [m for m in self.model.modules() if isinstance(m, Attention)]
         layout = AttentionLayout(
             self.device,
@@ -74,7 +72,9 @@ class ModelRunner:
             self._attention[0].head_dim,
             config.kvcache_block_size,
         )
-        self.backend = select_backend(config.attention_backend, layout)
+        self.backend = select_backend(config.attention_backend, layout)  # refuses before loading
+        load_model(self.model, checkpoint, cls.packed_modules_mapping)
+        self.sampler = Sampler()
         max_num_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.rows = RowState(
             config.max_num_seqs, max_num_blocks, config.kvcache_block_size, self.device

@@ -199,6 +199,11 @@ def _check_supported(hf_config: PretrainedConfig) -> None:
     """Refuses what would silently give other text."""
     if hf_config.hidden_act != "silu":
         raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
     layer_types = getattr(hf_config, "layer_types", None)
     if layer_types is None:  # transformers before 4.53
         has_window = hf_config.use_sliding_window and hf_config.sliding_window is not None
