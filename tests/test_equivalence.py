@@ -17,26 +17,25 @@ MakeLLM = Callable[..., LLM]
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def make_llm(request: pytest.FixtureRequest, tiny_qwen3: Path) -> MakeLLM:
     def make(**config: Any) -> LLM:
-        defaults = {
-            "device": request.param,
-            "max_model_len": 128,
-            "kvcache_block_size": 16,
-            "gpu_memory_utilization": 0.2,
-        }
-        return LLM(str(tiny_qwen3), **(defaults | config))
+        defaults = {"device": request.param, "max_model_len": 128, "kvcache_block_size": 16}
+        config = defaults | config
+        # Room for all prompts; named, so that engines on one GPU do not measure each other.
+        config.setdefault("num_kvcache_blocks", 64 * 128 // config["kvcache_block_size"])
+        return LLM(str(tiny_qwen3), **config)
 
     return make
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_qwen3: Path, ragged_prompts: Prompts) -> Prompts:
-    """One prompt at a time on the CPU, no prefix cache, no chunks, no preemption."""
+    """One prompt and one step at a time on the CPU, no prefix cache, no chunks, no preemption."""
     llm = LLM(
         str(tiny_qwen3),
         device="cpu",
         max_model_len=128,
         kvcache_block_size=16,
         enable_prefix_caching=False,
+        async_scheduling=False,
         max_num_seqs=1,
     )
     return [greedy_ids(llm, [prompt], NUM_TOKENS)[0] for prompt in ragged_prompts]
@@ -59,6 +58,13 @@ def test_prefix_cache_off_cold_and_hit(
     num_prefilled = count_prefilled_tokens(cached)
     assert greedy_ids(cached, ragged_prompts, NUM_TOKENS) == expected
     assert sum(num_prefilled) < sum(map(len, ragged_prompts)), "the second run had no hits"
+
+
+def test_waiting_for_each_step(
+    make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    llm = make_llm(async_scheduling=False, max_num_seqs=9)
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
 
 
 def count_prefilled_tokens(llm: LLM) -> list[int]:

@@ -116,7 +116,7 @@ def test_half_precision_is_as_accurate_as_hugging_face(
         str(checkpoint),
         dtype=dtype,
         attention_backend=backend,
-        gpu_memory_utilization=0.2,
+        num_kvcache_blocks=64,
         max_num_seqs=8,
         max_model_len=512,
     ) as llm:
@@ -133,7 +133,7 @@ def test_half_precision_is_as_accurate_as_hugging_face(
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 def test_generates_in_every_dtype(dtype: str, tiny_qwen3: Path) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)
-    with LLM(str(tiny_qwen3), dtype=dtype, gpu_memory_utilization=0.2, max_num_seqs=8) as llm:
+    with LLM(str(tiny_qwen3), dtype=dtype, num_kvcache_blocks=64, max_num_seqs=8) as llm:
         runs = [
             [out["token_ids"] for out in llm.generate([[5, 6, 7]] * 20, params, use_tqdm=False)]
             for _ in range(2)
@@ -149,7 +149,7 @@ def test_any_max_num_seqs_with_graphs(
 ) -> None:
     assert bucket_sizes(max_num_seqs)[-1] == max_num_seqs
     prompts = (ragged_prompts * 16)[:max_num_seqs]
-    config = {"max_model_len": 128, "gpu_memory_utilization": 0.2, "max_num_seqs": max_num_seqs}
+    config = {"max_model_len": 128, "num_kvcache_blocks": 600, "max_num_seqs": max_num_seqs}
     with LLM(str(tiny_qwen3), **config) as llm:
         ids = greedy_ids(llm, prompts, 8)
     with LLM(str(tiny_qwen3), device="cpu", **config) as llm:
