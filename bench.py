@@ -35,6 +35,8 @@ ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "enforce_eager",
+    "enable_prefix_caching",
+    "async_scheduling",
     "attention_backend",
     "device",
     "dtype",
