@@ -141,11 +141,7 @@ def run_once(llm: LLM, args: argparse.Namespace, run: int) -> dict[str, Any]:
 
 def describe(llm: LLM) -> dict[str, Any]:
     """The engine's configuration, the versions and the machine, ready for JSON."""
-    config = {
-        field.name: getattr(llm.config, field.name)
-        for field in fields(Config)
-        if field.name != "hf_config"
-    }
+    config = {f.name: getattr(llm.config, f.name) for f in fields(Config) if f.name != "hf_config"}
     config["num_kvcache_blocks"] = llm.scheduler.block_manager.num_blocks  # measured, if it was -1
     versions = {name: version(name) for name in PACKAGES}
     versions |= {"python": platform.python_version(), "torch": torch.__version__}  # with its build
