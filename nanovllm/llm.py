@@ -63,13 +63,13 @@ class LLM(LLMEngine):
         except BaseException:
             self._abort(seq_ids)
             raise
-        return [self._output(finished[seq_id]) for seq_id in seq_ids]
+        return [finished[seq_id] for seq_id in seq_ids]
 
     def _run(
         self, seq_ids: set[int], use_tqdm: bool, raise_if_interrupted: Callable[[], None]
-    ) -> dict[int, Sequence]:
-        """Steps until all of `seq_ids` have ended."""
-        finished: dict[int, Sequence] = {}
+    ) -> dict[int, RequestOutput]:
+        """Steps until all of `seq_ids` have ended -> their results by id."""
+        finished: dict[int, RequestOutput] = {}
         rates = {"Prefill": "-", "Decode": "-"}
         with tqdm(total=len(seq_ids), desc="Generating", disable=not use_tqdm) as bar:
             while len(finished) < len(seq_ids):
@@ -80,7 +80,7 @@ class LLM(LLMEngine):
                 bar.set_postfix(rates, refresh=False)
                 for seq in ended:
                     if seq.seq_id in seq_ids:
-                        finished[seq.seq_id] = seq
+                        finished[seq.seq_id] = self._output(seq)  # while the device works
                         bar.update()
                     else:
                         self._unreported.append(seq)

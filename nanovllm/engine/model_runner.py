@@ -1,8 +1,10 @@
 """One device's side of the engine: model, K/V cache and row state, and the steps on them."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -140,17 +142,15 @@ class ModelRunner:
         layer = self._attention[0]
         for attention in self._attention:  # frees the previous pool first
             attention.bind(self.backend, torch.empty(0), torch.empty(0))
-        # Zeros, not empty: what attention masks out must still be finite.
-        pool = torch.zeros(
+        shape = (
             2,
             len(self._attention),
             num_blocks,
             self.config.kvcache_block_size,
             layer.num_kv_heads,
             layer.head_dim,
-            dtype=self.config.torch_dtype,
-            device=self.device,
         )
+        pool = _zeros(shape, self.config.torch_dtype, self.device)
         for attention, k_cache, v_cache in zip(self._attention, pool[0], pool[1], strict=True):
             attention.bind(self.backend, k_cache, v_cache)
 
@@ -205,6 +205,15 @@ def warm_up_batches(config: Config) -> Iterator[ScheduledBatch]:
         yield ScheduledBatch([0], [0], [chunk], growth=[], max_context_len=longest)
     rows = list(range(config.max_num_seqs))
     yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: what attention masks out must still be finite. On the CPU memory is mapped
+    when it is first touched, as torch.zeros would not do."""
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 @contextmanager

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
+
 TILE = 2048
-MIN_PROGRAMS = 512  # what fills the GPU; fewer, longer chunks skip more tiles
+TARGET_PROGRAMS = 2048  # what fills the GPU; fewer, longer chunks skip more tiles
 
 
 @triton.jit
@@ -75,7 +77,9 @@ def _best_of_chunk_kernel(
     num_chunks,
     tiles_per_chunk,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     row = tl.load(rows_ptr + n)
@@ -119,7 +123,9 @@ def _best_of_row_kernel(
     sampled_ptr,
     num_chunks,
     CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     n = tl.program_id(0)
     row = tl.load(rows_ptr + n)
     if row < 0:
@@ -149,7 +155,7 @@ def sample(
     """
     n, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, TILE)
-    tiles_per_chunk = max(1, num_tiles * n // MIN_PROGRAMS)
+    tiles_per_chunk = triton.cdiv(num_tiles, triton.cdiv(TARGET_PROGRAMS, n))
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
     best_score = logits.new_empty(n, num_chunks, dtype=torch.float32)
     best_id = logits.new_empty(n, num_chunks, dtype=torch.int32)
@@ -167,6 +173,7 @@ def sample(
         tiles_per_chunk,
         TILE=TILE,
         num_warps=4,
+        **launch_options(logits.device),
     )
     _best_of_row_kernel[(n,)](
         best_score,
@@ -177,5 +184,6 @@ def sample(
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=1,
+        **launch_options(logits.device),
     )
     return sampled
