@@ -1,6 +1,7 @@
 """Paged K/V bookkeeping: prefix cache, order of reuse, growth, and what a call may cost."""
 
 import copy
+from array import array
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ def make_manager(num_blocks: int) -> BlockManager:
 
 def make_seq(token_ids: list[int]) -> Sequence:
     params = SamplingParams(max_tokens=1000)
-    return Sequence(0, token_ids, params, max_model_len=10**6, seed=0)
+    return Sequence(0, array("q", token_ids), params, max_model_len=10**6, seed=0)
 
 
 def admit(manager: BlockManager, token_ids: list[int]) -> Sequence:

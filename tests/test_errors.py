@@ -23,6 +23,7 @@ BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "no ids": ([], ValueError, "is empty.*at least one token"),
     "long": ([2] * 64, ValueError, "has 64 tokens.*max_model_len=64.*shorten it"),
     "id too large": ([2, VOCAB_SIZE], ValueError, "token id 512 at index 1.*ids 0 to 511"),
+    "id of 65 bits": ([2, 2**64], ValueError, f"token id {2**64} at index 1.*ids 0 to 511"),
     "negative id": ([-1], ValueError, "token id -1 at index 0.*ids 0 to 511"),
     "float id": ([2, 3.0], TypeError, r"3\.0 at index 1.*ints"),
     "bool id": ([True], TypeError, "True at index 0.*ints"),

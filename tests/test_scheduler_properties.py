@@ -4,6 +4,7 @@ Ids are delivered at once, or one step late as when the host runs one step behin
 cache is also tried with a hash that collides all the time.
 """
 
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
 from unittest import mock
@@ -158,7 +159,7 @@ class Simulation:
         params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
         return Sequence(
             seq_id,
-            prompt[: max_model_len - 1],
+            array("q", prompt[: max_model_len - 1]),
             params,
             max_model_len=max_model_len,
             seed=request.seed,

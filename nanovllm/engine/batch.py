@@ -5,6 +5,7 @@ not know yet: the runner keeps each row's block table, last token and length its
 carries the scheduled slice of the prompt, and a decode step little more than its rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class PrefillChunk:
     """
 
     start: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     is_last: bool
     init: RowInit | None
 

@@ -5,6 +5,7 @@ ref count is the number of tables that hold it); a hash is published only after 
 filled its block has completed; a free block keeps its hash until it is dealt out again.
 """
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import xxhash
 from nanovllm.engine.sequence import Sequence
 
 
-def chain_hash(previous: int, token_ids: list[int]) -> int:
+def chain_hash(previous: int, token_ids: "array[int] | list[int]") -> int:
     """Hash of a full block that stands for everything up to its end: it covers the hash before."""
     digest = xxhash.xxh64(previous.to_bytes(8, "little"))
     digest.update(np.array(token_ids, dtype=np.int64).tobytes())
@@ -31,7 +32,7 @@ class CachedBlock:
     """
 
     block_hash: int
-    token_ids: list[int]
+    token_ids: "array[int]"
     previous: "CachedBlock | None"
 
 
@@ -144,7 +145,7 @@ class BlockManager:
         return hits
 
     def _lookup(
-        self, block_hash: int, token_ids: list[int], previous: CachedBlock | None
+        self, block_hash: int, token_ids: "array[int]", previous: CachedBlock | None
     ) -> int | None:
         block_id = self._block_by_hash.get(block_hash)
         if block_id is None:
@@ -153,12 +154,15 @@ class BlockManager:
         return block_id if cached.previous is previous and cached.token_ids == token_ids else None
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        hashes = seq.block_hashes
+        if len(seq.block_hashes) >= num_blocks:
+            return
+        hashes = list(seq.block_hashes)
         while len(hashes) < num_blocks:
             tokens = self._tokens_of(seq, len(hashes))
             hashes.append(chain_hash(hashes[-1] if hashes else 0, tokens))
+        seq.block_hashes = tuple(hashes)
 
-    def _tokens_of(self, seq: Sequence, index: int) -> list[int]:
+    def _tokens_of(self, seq: Sequence, index: int) -> "array[int]":
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _take_free_block(self) -> int:

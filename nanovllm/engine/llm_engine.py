@@ -1,8 +1,11 @@
 """Request lifecycle and the step loop: checks requests, schedules, launches, completes."""
 
+from array import array
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from nanovllm.config import Config
@@ -105,7 +108,7 @@ class LLMEngine:
             self._in_flight.clear()
             self.scheduler.recover()
 
-    def _enqueue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
+    def _enqueue(self, token_ids: "array[int]", sampling_params: SamplingParams) -> int:
         seq_id = self._num_requests
         self._num_requests += 1
         seq = Sequence(
@@ -118,8 +121,8 @@ class LLMEngine:
         self.scheduler.add(seq)
         return seq_id
 
-    def _checked_token_ids(self, prompt: Prompt, what: str) -> list[int]:
-        """`prompt` as token ids; errors call it `what`."""
+    def _checked_token_ids(self, prompt: Prompt, what: str) -> "array[int]":
+        """`prompt` as token ids of the engine's own; errors call it `what`."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
@@ -137,14 +140,15 @@ class LLMEngine:
                 f"{what} has {len(token_ids)} tokens, which leaves no room for a completion within "
                 f"max_model_len={self.config.max_model_len}; shorten it or raise max_model_len"
             )
-        self._check_ids(token_ids, what)
-        return token_ids
+        return self._copied_ids(token_ids, what)
 
-    def _check_ids(self, token_ids: list[int], what: str) -> None:
+    def _copied_ids(self, token_ids: list[int], what: str) -> "array[int]":
         vocab_size = self.config.hf_config.vocab_size
-        are_ints = set(map(type, token_ids)) == {int}  # C speed: most prompts need no loop
-        if are_ints and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return
+        if set(map(type, token_ids)) == {int}:  # C speed: most prompts need no loop
+            with suppress(OverflowError):  # the loop names the id
+                copied = array("q", token_ids)
+                if np.frombuffer(copied, np.uint64).max() < vocab_size:  # negative ids are large
+                    return copied
         for index, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool):
                 raise TypeError(f"{what} has {token_id!r} at index {index}; token ids are ints")
@@ -153,6 +157,7 @@ class LLMEngine:
                     f"{what} has token id {token_id} at index {index}; the model's vocabulary "
                     f"has ids 0 to {vocab_size - 1}"
                 )
+        return array("q", token_ids)
 
     def _check_open(self) -> ModelRunner:
         if self._runner is None:

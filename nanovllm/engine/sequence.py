@@ -5,6 +5,7 @@ Computed tokens chase known tokens: scheduling a step advances `num_computed_tok
 `num_tokens` is ahead of `len(token_ids)`.
 """
 
+from array import array
 from enum import Enum, auto
 
 from nanovllm.outputs import FinishReason
@@ -21,7 +22,9 @@ class Sequence:
     """A request's tokens, blocks and progress.
 
     seq_id: unique in its engine, in order of submission.
-    token_ids: prompt and completion as far as known; a copy of the caller's list.
+    token_ids: prompt and completion as far as known; takes over `prompt_token_ids`. An array("q"),
+        not a list: the garbage collector would visit every id of every waiting prompt, again and
+        again.
     num_tokens: known tokens plus one that is being sampled.
     num_computed_tokens: leading tokens whose K/V is, or with the launched steps will be, cached.
     max_num_tokens: prompt and completion never exceed this.
@@ -52,7 +55,7 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        prompt_token_ids: list[int],
+        prompt_token_ids: "array[int]",
         sampling_params: SamplingParams,
         *,
         max_model_len: int,
@@ -60,7 +63,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.status = SequenceStatus.WAITING
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
@@ -72,10 +75,10 @@ class Sequence:
         self.seed = seed
         self.row: int | None = None
         self.block_table: list[int] = []
-        self.block_hashes: list[int] = []
+        self.block_hashes: tuple[int, ...] = ()
         self.num_published_blocks = 0
         self.finish_reason: FinishReason | None = None
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
