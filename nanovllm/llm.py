@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -70,14 +71,19 @@ class LLM(LLMEngine):
     ) -> dict[int, RequestOutput]:
         """Steps until all of `seq_ids` have ended -> their results by id."""
         finished: dict[int, RequestOutput] = {}
-        rates = {"Prefill": "-", "Decode": "-"}
+        tokens: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
+        last_completion = perf_counter()
         with tqdm(total=len(seq_ids), desc="Generating", disable=not use_tqdm) as bar:
             while len(finished) < len(seq_ids):
-                start = perf_counter()
                 ended, num_tokens = self._step()
-                rate = f"{abs(num_tokens) / (perf_counter() - start):.0f}tok/s"
-                rates["Prefill" if num_tokens > 0 else "Decode"] = rate
-                bar.set_postfix(rates, refresh=False)
+                if num_tokens:
+                    now, phase = perf_counter(), "Prefill" if num_tokens > 0 else "Decode"
+                    tokens[phase] += abs(num_tokens)
+                    seconds[phase] += now - last_completion
+                    last_completion = now
+                    rates = {key: f"{tokens[key] / seconds[key]:.0f}tok/s" for key in tokens}
+                    bar.set_postfix(rates, refresh=False)
                 for seq in ended:
                     if seq.seq_id in seq_ids:
                         finished[seq.seq_id] = self._output(seq)  # while the device works

@@ -4,14 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
-
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    wait_for_previous(PDL)
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < size
@@ -28,6 +25,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     size = double // 2
     out = gate_up.new_empty(num_tokens, size)
     _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
-        gate_up, out, size, BLOCK=BLOCK, num_warps=4, **launch_options(gate_up.device)
+        gate_up,
+        out,
+        size,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return out

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
 from nanovllm.kernels.tiles import attention_tile
 
 TARGET_PROGRAMS = 1000  # what keeps the memory of a large GPU busy
@@ -38,9 +37,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -105,9 +102,7 @@ def _merge_kernel(
     SPLITS: tl.constexpr,  # MAX_SPLITS
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
@@ -179,7 +174,6 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2,
-        **launch_options(q.device),
     )
     if is_split:
         _merge_kernel[(n * num_heads,)](
@@ -191,6 +185,5 @@ def decode_attention(
             HEAD_DIM=head_dim,
             D=padded,
             num_warps=1,
-            **launch_options(q.device),
         )
     return out

@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
-
 
 @triton.jit
 def _add_rms_norm_kernel(
@@ -17,9 +15,7 @@ def _add_rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
@@ -52,6 +48,5 @@ def add_rms_norm(
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
-        **launch_options(x.device),
     )
     return out, x if residual is None else residual

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
 from nanovllm.kernels.tiles import attention_tile
 
 
@@ -56,9 +55,8 @@ def _prefill_kernel(
     scale, q_stride, kv_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    IS_PAGED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    IS_PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     head = tl.program_id(0)
     seq = tl.program_id(2)
     first_q = tl.load(cu_q_ptr + seq).to(tl.int64)
@@ -134,6 +132,5 @@ def prefill_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if rows == 128 else 4,
         num_stages=3,
-        **launch_options(q.device),
     )  # fmt: skip
     return out

@@ -5,8 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
-
 HEADS_PER_PROGRAM = 8
 
 
@@ -27,9 +25,7 @@ def _norm_rope_store_kernel(
     HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     j = tl.arange(0, HALF_PADDED)[None, :]
@@ -106,5 +102,4 @@ def norm_rope_store(
         HAS_NORM=norm_weights is not None,
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=4,
-        **launch_options(qkv.device),
     )

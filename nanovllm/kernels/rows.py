@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
-
 
 @triton.jit
 def _decode_inputs_kernel(
@@ -21,9 +19,7 @@ def _decode_inputs_kernel(
     width,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + n)
     is_row = row >= 0
@@ -74,6 +70,5 @@ def decode_inputs(
         BLOCK_SIZE=block_size,
         WIDTH=32,
         num_warps=1,
-        **launch_options(rows.device),
     )
     return input_ids, positions, slots, context_lens, tables

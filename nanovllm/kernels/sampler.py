@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import launch_options, wait_for_previous
-
 TILE = 2048
 TARGET_PROGRAMS = 2048  # what fills the GPU; fewer, longer chunks skip more tiles
 
@@ -77,9 +75,7 @@ def _best_of_chunk_kernel(
     num_chunks,
     tiles_per_chunk,
     TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     row = tl.load(rows_ptr + n)
@@ -123,9 +119,7 @@ def _best_of_row_kernel(
     sampled_ptr,
     num_chunks,
     CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     n = tl.program_id(0)
     row = tl.load(rows_ptr + n)
     if row < 0:
@@ -173,7 +167,6 @@ def sample(
         tiles_per_chunk,
         TILE=TILE,
         num_warps=4,
-        **launch_options(logits.device),
     )
     _best_of_row_kernel[(n,)](
         best_score,
@@ -184,6 +177,5 @@ def sample(
         num_chunks,
         CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=1,
-        **launch_options(logits.device),
     )
     return sampled
