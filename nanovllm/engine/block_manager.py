@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import NO_BLOCKS, Sequence
 
 
 def chain_hash(previous: int, token_ids: "array[int] | list[int]") -> int:
@@ -82,6 +82,7 @@ class BlockManager:
         return self.blocks_for(seq.num_tokens) > len(seq.block_table)
 
     def append_block(self, seq: Sequence) -> int:
+        assert seq.block_table, "only admitted sequences grow"
         block_id = self._take_free_block()
         seq.block_table.append(block_id)
         return block_id
@@ -93,7 +94,7 @@ class BlockManager:
             if self._ref_counts[block_id] == 0:
                 del self._ref_counts[block_id]
                 self._freed[block_id] = None
-        seq.block_table = []
+        seq.block_table = NO_BLOCKS
         seq.num_published_blocks = 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:

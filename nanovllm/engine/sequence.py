@@ -11,6 +11,8 @@ from enum import Enum, auto
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
+NO_BLOCKS: list[int] = []  # the table of all that wait: replaced on admission, never appended to
+
 
 class SequenceStatus(Enum):
     WAITING = auto()
@@ -24,7 +26,7 @@ class Sequence:
     seq_id: unique in its engine, in order of submission.
     token_ids: prompt and completion as far as known; takes over `prompt_token_ids`. An array("q"),
         not a list: the garbage collector would visit every id of every waiting prompt, again and
-        again.
+        again. For its sake too, a waiting sequence holds no other object of its own.
     num_tokens: known tokens plus one that is being sampled.
     num_computed_tokens: leading tokens whose K/V is, or with the launched steps will be, cached.
     max_num_tokens: prompt and completion never exceed this.
@@ -74,7 +76,7 @@ class Sequence:
         self.ignore_eos = sampling_params.ignore_eos
         self.seed = seed
         self.row: int | None = None
-        self.block_table: list[int] = []
+        self.block_table = NO_BLOCKS
         self.block_hashes: tuple[int, ...] = ()
         self.num_published_blocks = 0
         self.finish_reason: FinishReason | None = None
