@@ -72,6 +72,11 @@ class Config:
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot read {self.model}/config.json: {error}") from error
         self.torch_device = _resolve_device(self.device)
+        if self.tensor_parallel_size > 1 and self.torch_device.type != "cpu":
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} on a GPU is not supported yet; "
+                "use 1, or device='cpu'"
+            )
         self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
         self._cap_max_model_len()
 
@@ -83,10 +88,6 @@ class Config:
         _check_int("kvcache_block_size", self.kvcache_block_size, 1)
         _check_int("num_kvcache_blocks", self.num_kvcache_blocks, -1)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far"
-            )
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be >= 1, or -1 to measure, got 0")
         utilization = self.gpu_memory_utilization

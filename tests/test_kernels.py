@@ -15,7 +15,7 @@ from nanovllm.layers.attention import store_kv
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.sampler import sample as torch_sample
+from nanovllm.layers.sampler import best_tokens
 from nanovllm.utils.context import Context
 
 pytest.importorskip("triton")
@@ -239,7 +239,7 @@ def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
     temperatures[rows[:6]] = 0
     seeds = torch.arange(num_rows) * 0x123456789ABCDEF - 2**62
     positions = torch.arange(num_rows) * 37
-    expected = torch_sample(logits.cpu(), temperatures[rows], seeds[rows], positions[rows])
+    _, expected = best_tokens(logits.cpu(), temperatures[rows], seeds[rows], positions[rows])
     rows_on_device = rows.clone().to(DEVICE)
     rows_on_device[5] = -1
     last_tokens = torch.full((num_rows,), -7, device=DEVICE)

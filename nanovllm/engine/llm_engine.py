@@ -11,6 +11,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -19,6 +20,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import TPGroup
 
 Prompt = str | list[int]
+Runner = ModelRunner | TensorParallelExecutor
 
 
 class LLMEngine:
@@ -27,7 +29,7 @@ class LLMEngine:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
         self.tokenizer = load_tokenizer(self.config.model)
-        self._runner: ModelRunner | None = ModelRunner(self.config, TPGroup())
+        self._runner: Runner | None = make_runner(self.config)
         self.scheduler = Scheduler(
             BlockManager(
                 self._runner.num_blocks,
@@ -159,10 +161,17 @@ class LLMEngine:
                 )
         return array("q", token_ids)
 
-    def _check_open(self) -> ModelRunner:
+    def _check_open(self) -> Runner:
         if self._runner is None:
             raise RuntimeError("this engine has been closed by exit(); make a new LLM")
         return self._runner
+
+
+def make_runner(config: Config) -> Runner:
+    """One rank computes in this process; more are this one and processes of their own."""
+    if config.tensor_parallel_size == 1:
+        return ModelRunner(config, TPGroup())
+    return TensorParallelExecutor(config)
 
 
 def check_sampling_params(value: object, what: str) -> None:

@@ -29,6 +29,7 @@ class ModelRunner:
 
     def __init__(self, config: Config, group: TPGroup) -> None:
         self.config = config
+        self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
         free_at_start = 0
@@ -37,7 +38,7 @@ class ModelRunner:
             free_at_start = torch.cuda.mem_get_info(self.device)[0]
             self._stream = torch.cuda.Stream(self.device)
         with self._on_stream(), torch.inference_mode():
-            self._load(group)
+            self._load()
             self.num_blocks = self._boot(free_at_start)
 
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
@@ -60,13 +61,13 @@ class ModelRunner:
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
-    def _load(self, group: TPGroup) -> None:
+    def _load(self) -> None:
         config = self.config
         checkpoint = Checkpoint(config.model)
         cls = model_class(config.hf_config)
         is_tied = checkpoint.is_tied(config.hf_config.tie_word_embeddings)
         with _torch_defaults(config.torch_dtype, self.device):
-            self.model = cls(config.hf_config, group, tie_word_embeddings=is_tied)
+            self.model = cls(config.hf_config, self.group, tie_word_embeddings=is_tied)
         self._attention = [m for m in self.model.modules() if isinstance(m, Attention)]
         layout = AttentionLayout(
             self.device,
@@ -76,7 +77,7 @@ class ModelRunner:
         )
         self.backend = select_backend(config.attention_backend, layout)  # refuses before loading
         load_model(self.model, checkpoint, cls.packed_modules_mapping)
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.group, self.model.lm_head.first_id)
         max_num_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.rows = RowState(
             config.max_num_seqs, max_num_blocks, config.kvcache_block_size, self.device
@@ -117,7 +118,8 @@ class ModelRunner:
         config = self.config
         self._graphs: DecodeGraphs | None = None
         if self.device.type != "cuda":
-            num_blocks = resolve_num_blocks(config, self._block_bytes(), cpu_pool_bytes())
+            pool_bytes = self.group.min(cpu_pool_bytes() // self.group.size)
+            num_blocks = resolve_num_blocks(config, self._block_bytes(), pool_bytes)
             self._bind_pool(num_blocks)
             return num_blocks
         sizes = [] if config.enforce_eager else bucket_sizes(config.max_num_seqs)
@@ -125,7 +127,7 @@ class ModelRunner:
             sizes = []  # it reads lengths on the host
         self._bind_pool(1)
         working_bytes = self._activation_bytes() + self._graph_bytes(sizes)
-        pool_bytes = cuda_pool_bytes(config, free_at_start, working_bytes)
+        pool_bytes = self.group.min(cuda_pool_bytes(config, free_at_start, working_bytes))
         num_blocks = resolve_num_blocks(config, self._block_bytes(), pool_bytes)
         self._bind_pool(num_blocks)
         if sizes:

@@ -9,7 +9,10 @@ from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [rank * share, (rank + 1) * share) of the embedding; other ids contribute zeros."""
+    """Rows [first_id, first_id + share) of the embedding; other ids contribute zeros.
+
+    The shares are equal: the last rank's may be padded with rows that no id has.
+    """
 
     def __init__(
         self,
@@ -21,10 +24,12 @@ class VocabParallelEmbedding(nn.Module):
         """`weight` is another module's to share, None for an own one."""
         super().__init__()
         self.group = group
-        share = group.share(vocab_size, "vocab_size")
+        share = -(-vocab_size // group.size)
         self.first_id = group.rank * share
+        self.num_ids = max(min(share, vocab_size - self.first_id), 0)  # the rest is padding
         self.weight = nn.Parameter(torch.empty(share, hidden_size)) if weight is None else weight
-        shard = Shard(full=vocab_size, source=self.first_id, target=0, size=share)
+        self.weight.data[self.num_ids :].zero_()
+        shard = Shard(full=vocab_size, source=self.first_id, target=0, size=self.num_ids)
         set_weight_loader(self.weight, WeightLoader({None: shard}))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -32,14 +37,17 @@ class VocabParallelEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.first_id
-        is_mine = (local >= 0) & (local < self.weight.shape[0])
+        is_mine = (local >= 0) & (local < self.num_ids)
         rows = F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
         return self.group.all_reduce(rows)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits over this rank's rows. A tied head is given the embedding's weight."""
+    """Logits over this rank's rows, -inf for padding. A tied head gets the embedding's weight."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size / group.size]"""
-        return F.linear(hidden, self.weight)
+        """[n, hidden_size] -> [n, share], of token ids from `first_id` on"""
+        logits = F.linear(hidden, self.weight)
+        if self.num_ids < len(self.weight):
+            logits[:, self.num_ids :] = float("-inf")
+        return logits

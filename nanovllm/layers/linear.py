@@ -26,20 +26,28 @@ class MergedColumnParallelLinear(nn.Module):
         shards: dict[str | None, Shard] = {}
         offset = 0
         for name, size in parts.items():
-            share = group.share(size, f"output features of {name}")
-            shards[name] = Shard(full=size, source=group.rank * share, target=offset, size=share)
+            share, first = self._share(group, name, size)
+            shards[name] = Shard(full=size, source=first, target=offset, size=share)
             offset += share
         self.weight = nn.Parameter(torch.empty(offset, input_size))
         self.bias = nn.Parameter(torch.empty(offset)) if bias else None
         for param in self.parameters():
             set_weight_loader(param, WeightLoader(shards))
 
+    def _share(self, group: TPGroup, name: str, size: int) -> tuple[int, int]:
+        """This rank's number of output features of a part, and the first of them."""
+        share = group.share(size, f"output features of {name}")
+        return share, group.rank * share
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections as one; the result splits into q | k | v."""
+    """Query, key and value projections as one; the result splits into q | k | v.
+
+    With fewer K/V heads than ranks each is held by several ranks: those of its query heads.
+    """
 
     def __init__(
         self,
@@ -52,10 +60,23 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         bias: bool,
     ) -> None:
         self.num_heads = group.share(num_heads, "num_attention_heads")
-        self.num_kv_heads = group.share(num_kv_heads, "num_key_value_heads")
+        if num_kv_heads % group.size and group.size % num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads={num_kv_heads} and tensor_parallel_size={group.size} do not "
+                "divide one another"
+            )
+        self.num_kv_heads = max(num_kv_heads // group.size, 1)
+        self.head_dim = head_dim
+        self.num_replicas = max(group.size // num_kv_heads, 1)
         kv_size = num_kv_heads * head_dim
         parts = {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
         super().__init__(group, hidden_size, parts, bias=bias)
+
+    def _share(self, group: TPGroup, name: str, size: int) -> tuple[int, int]:
+        if name == "q_proj":
+            return super()._share(group, name, size)
+        share = self.num_kv_heads * self.head_dim
+        return share, group.rank // self.num_replicas * share
 
 
 class RowParallelLinear(nn.Module):

@@ -8,6 +8,8 @@ draws do not depend on its neighbours, on preemption, on chunking, or on who com
 import torch
 from torch import nn
 
+from nanovllm.utils.distributed import TPGroup
+
 _MASK32 = 0xFFFFFFFF
 
 
@@ -53,29 +55,41 @@ def gumbel_noise(
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
-def sample(
+def best_tokens(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-) -> torch.Tensor:
-    """Draws one token per row; temperature 0 takes the largest logit, ties the lowest id.
+    first_id: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token drawn for each row and its score; temperature 0 takes the largest logit, ties the
+    lowest id.
 
-    logits [n, vocab]; temperatures fp32, seeds int64, positions int64 of the tokens being sampled,
-    [n] each -> token ids int64 [n]
+    logits [n, v] of the token ids from `first_id` on; temperatures fp32, seeds int64, positions
+    int64 of the tokens being sampled, [n] each -> scores fp32 [n], token ids int64 [n]
     """
     scores = logits.float()
     random_rows = (temperatures > 0).nonzero().squeeze(1)
     if len(random_rows):
-        token_ids = torch.arange(logits.shape[1], device=logits.device)
+        token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         noise = gumbel_noise(seeds[random_rows], positions[random_rows], token_ids)
         noisy = scores[random_rows] / temperatures[random_rows].unsqueeze(1) + noise
         scores = scores.index_copy(0, random_rows, noisy)
-    return scores.argmax(dim=-1)
+    best, index = scores.max(dim=-1)
+    return best, index + first_id
 
 
 class Sampler(nn.Module):
-    """Samples the next token of rows of the runner's per-row state, and keeps it there."""
+    """Samples the next token of rows of the runner's per-row state, and keeps it there.
+
+    Each rank finds the best token of its share of the vocabulary; only those are exchanged, so
+    every rank comes to the same token.
+    """
+
+    def __init__(self, group: TPGroup, first_id: int) -> None:
+        super().__init__()
+        self.group = group
+        self.first_id = first_id
 
     def forward(
         self,
@@ -86,13 +100,21 @@ class Sampler(nn.Module):
         context_lens: torch.Tensor,
         last_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """logits [n, vocab], rows int64 [n] (on CUDA -1 for padding, whose result is arbitrary);
-        the others are per-row state: `context_lens`, of the tokens before, is the position sampled,
-        `last_tokens` takes the result -> token ids int64 [n]"""
+        """logits [n, v] of the ids from `first_id` on; rows int64 [n], -1 for padding (on CUDA
+        only; its result is arbitrary). The others are per-row state: `context_lens`, of the tokens
+        before, is the position sampled, `last_tokens` takes the result. -> ids int64 [n]"""
         if logits.is_cuda:
             from nanovllm.kernels import sampler
 
             return sampler.sample(logits, rows, temperatures, seeds, context_lens, last_tokens)
-        token_ids = sample(logits, temperatures[rows], seeds[rows], context_lens[rows])
+        scores, token_ids = best_tokens(
+            logits, temperatures[rows], seeds[rows], context_lens[rows], self.first_id
+        )
+        if self.group.size > 1:
+            # fp64 holds both exactly; ranks hold ascending ids, and max takes the first of equals.
+            pairs = torch.stack((scores.double(), token_ids.double()), dim=-1)
+            gathered = self.group.all_gather(pairs)  # [size, n, 2]
+            winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # [1, n]
+            token_ids = gathered[..., 1].gather(0, winner)[0].long()
         last_tokens[rows] = token_ids
         return token_ids

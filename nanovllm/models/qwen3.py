@@ -177,7 +177,7 @@ class Qwen3ForCausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, vocab_size]"""
+        """[n, hidden_size] -> this rank's [n, vocab_size / ranks], from `lm_head.first_id` on"""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
 
