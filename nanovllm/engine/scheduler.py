@@ -130,36 +130,28 @@ class Scheduler:
         return self._batch(seqs, chunks, []) if seqs else None
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        if not self._make_room_for_decode():
-            return None
-        seqs = self._decodable()
+        """One token for each running sequence, but for those whose last is already being sampled.
+
+        Preempts, most recently admitted first, until each has its block; None if that would take
+        ids of a step in flight: they are part of what a preempted sequence must recompute.
+        """
+        while True:
+            seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
+            growing = [seq for seq in seqs if self.block_manager.needs_block(seq)]
+            if len(growing) <= self.block_manager.num_free_blocks:
+                break
+            if self._num_in_flight:
+                return None
+            self._preempt_last()
+            self.num_preemptions += 1
         growth = []
+        for seq in growing:
+            block_id = self.block_manager.append_block(seq)
+            growth.append(BlockGrowth(_row(seq), len(seq.block_table) - 1, block_id))
         for seq in seqs:
-            if self.block_manager.needs_block(seq):
-                block_id = self.block_manager.append_block(seq)
-                growth.append(BlockGrowth(_row(seq), len(seq.block_table) - 1, block_id))
             seq.num_computed_tokens += 1
             seq.num_tokens += 1
         return self._batch(seqs, [], growth) if seqs else None
-
-    def _make_room_for_decode(self) -> bool:
-        """Preempts, most recently admitted first, until every decode has its block.
-
-        False if that takes ids of a step in flight: they are part of what a preempted sequence
-        must recompute.
-        """
-        while True:
-            num_needed = sum(map(self.block_manager.needs_block, self._decodable()))
-            if num_needed <= self.block_manager.num_free_blocks:
-                return True
-            if self._num_in_flight:
-                return False
-            self._preempt_last()
-            self.num_preemptions += 1
-
-    def _decodable(self) -> list[Sequence]:
-        """Running sequences but those whose last token is already being sampled."""
-        return [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
 
     def _preempt_last(self) -> None:
         _, seq = self.running.popitem()
