@@ -1,28 +1,33 @@
 """Offline throughput on random prompts: output tokens over the wall time of one `generate`.
 
-Run: python bench.py --model DIR [--runs 3] [--json FILE]
+Run: python bench.py --model DIR [--runs 3] [--roofline] [--profile FILE] [--profile-decode]
+     [--json FILE]
 
 The default workload is nano-vllm's: 256 prompts of 100 to 1024 random ids and 100 to 1024 output
 tokens each, 142,827 and 133,966 in all. `--runs` repeats it with other ids of the same lengths, so
 that the prefix cache cannot help.
+
+--roofline: each run's time in prefill, and in decode by batch size; and beside the runs the least
+    time that their reads and arithmetic can take, at a copy's and a matrix product's measured rate.
+--profile: one more, short run under torch's profiler: a Chrome trace and a table of kernels.
+--profile-decode: tables of single decode steps, of batches as the default workload has them.
 """
 
 import argparse
 import json
-import os
-import platform
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from importlib import metadata
+from dataclasses import asdict, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
-from nanovllm import LLM, SamplingParams
+from benchmarks import roofline
+from benchmarks.environment import describe
+from benchmarks.phases import TimedLLM, print_phases, split
+from benchmarks.profiling import profile_decode, profile_run
+from nanovllm import SamplingParams
 from nanovllm.config import Config
 
 MAX_DRAWN_ID = 10000
@@ -41,7 +46,7 @@ ENGINE_OPTIONS = (
     "device",
     "dtype",
 )
-PACKAGES = ("nanovllm", "triton", "transformers")
+PROFILED_OUTPUT_LEN = 16  # of a profiled run: a trace of all steps would be unwieldy
 
 
 def make_workload(
@@ -87,6 +92,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.6, help="sampling temperature")
     add("--runs", type=int, default=1, help="repeats, with other ids of the same lengths")
     add("--json", type=Path, metavar="FILE", help="where to write everything about this benchmark")
+    add("--roofline", action="store_true", help="measure this device, print the workload's floor")
+    add("--profile", type=Path, metavar="FILE", help="where to write a trace; .gz compresses it")
+    add("--profile-decode", action="store_true", help="print the kernels of decode steps")
     defaults = {field.name: field.default for field in fields(Config)}
     engine = parser.add_argument_group("engine", "keywords of LLM")
     for name in ENGINE_OPTIONS:
@@ -104,27 +112,40 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         low, high = (getattr(args, f"{bound}_{what}_len") for bound in ("min", "max"))
         if low > high:
             parser.error(f"--min-{what}-len {low} exceeds --max-{what}-len {high}")
+    for name in ("json", "profile"):
+        path = getattr(args, name)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"--{name} {path}: there is no directory {path.parent}")
     return args
 
 
-def run_once(llm: LLM, args: argparse.Namespace, run: int) -> dict[str, Any]:
-    """One timed `generate`; prints its line and returns its figures and lengths."""
+def make_requests(
+    vocab_size: int, args: argparse.Namespace, run: int, max_output_len: int | None = None
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and sampling parameters of a run; `max_output_len` cuts its completions short."""
     workload = make_workload(
         args.num_seqs,
         (args.min_input_len, args.max_input_len),
         (args.min_output_len, args.max_output_len),
-        vocab_size=llm.config.hf_config.vocab_size,
+        vocab_size=vocab_size,
         seed=args.seed,
         run=run,
     )
-    sampling_params = [
+    output_lens = [min(n, max_output_len or n) for _, n in workload]
+    return [prompt for prompt, _ in workload], [
         SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True)
-        for _, n in workload
+        for n in output_lens
     ]
+
+
+def run_once(llm: TimedLLM, args: argparse.Namespace, run: int) -> dict[str, Any]:
+    """One timed `generate`; prints its line and returns its figures, phases and lengths."""
+    prompts, sampling_params = make_requests(llm.config.hf_config.vocab_size, args, run)
+    llm.marks.clear()
     start = perf_counter()
-    outputs = llm.generate([prompt for prompt, _ in workload], sampling_params, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
     seconds = perf_counter() - start
-    input_lens = [len(prompt) for prompt, _ in workload]
+    input_lens = [len(prompt) for prompt in prompts]
     output_lens = [len(output["token_ids"]) for output in outputs]
     total = sum(output_lens)
     throughput = total / seconds
@@ -134,41 +155,10 @@ def run_once(llm: LLM, args: argparse.Namespace, run: int) -> dict[str, Any]:
         "output_tokens": total,
         "seconds": seconds,
         "output_tokens_per_second": throughput,
+        "phases": split(llm.marks, seconds),
         "input_lens": input_lens,
         "output_lens": output_lens,
     }
-
-
-def describe(llm: LLM) -> dict[str, Any]:
-    """The engine's configuration, the versions and the machine, ready for JSON."""
-    config = {f.name: getattr(llm.config, f.name) for f in fields(Config) if f.name != "hf_config"}
-    config["num_kvcache_blocks"] = llm.scheduler.block_manager.num_blocks  # measured, if it was -1
-    versions = {name: version(name) for name in PACKAGES}
-    versions |= {"python": platform.python_version(), "torch": torch.__version__}  # with its build
-    return {
-        "config": {k: str(v) if k.startswith("torch_") else v for k, v in config.items()},
-        "versions": versions,
-        "device_name": device_name(llm.config.torch_device),
-        "num_cpus": os.cpu_count(),
-        "num_torch_threads": torch.get_num_threads(),
-    }
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere platform knows
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     engine_options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
     start = perf_counter()
     try:
-        llm = LLM(args.model, seed=args.seed, **engine_options)
+        llm = TimedLLM(args.model, seed=args.seed, **engine_options)
     except ValueError as error:  # what the user can mend; the text says how
         sys.exit(f"error: {error}")
     construction = perf_counter() - start
@@ -185,11 +175,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         warm_up = SamplingParams(temperature=args.temperature, max_tokens=8, ignore_eos=True)
         llm.generate([0], warm_up, use_tqdm=False)
         runs = [run_once(llm, args, run) for run in range(args.runs)]
-        about = describe(llm)
+        result = {"construction_seconds": construction, "runs": runs, **describe(llm)}
+        if args.profile_decode:
+            steps = profile_decode(llm, args.temperature)
+            result["decode_steps"] = [asdict(step) for step in steps]
+        if args.profile is not None:
+            vocab_size = llm.config.hf_config.vocab_size
+            requests = make_requests(vocab_size, args, args.runs, PROFILED_OUTPUT_LEN)
+            profile_run(llm, *requests, args.profile)
+    if args.roofline:  # now that the engine has left the device
+        for index, run in enumerate(runs):
+            print_phases(f"Run {index}", run["phases"])
+        shape = roofline.Shape.of(llm.config)
+        result["roofline"] = roofline.report(shape, runs, llm.config)
     if args.json is not None:
         options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        result = {"options": options, "construction_seconds": construction, "runs": runs, **about}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        args.json.write_text(json.dumps({"options": options, **result}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

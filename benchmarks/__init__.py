@@ -1,0 +1,1 @@
+"""Parts of bench.py, and scripts that measure what it does not."""

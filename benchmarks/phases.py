@@ -1,0 +1,106 @@
+"""Where the wall time of a run goes: prefill, and decode by batch size."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple, TypedDict
+
+from nanovllm import LLM
+from nanovllm.engine.sequence import Sequence as Request
+
+BAND_ENDS = (4, 16, 64, 128, 256)  # 1-4, 5-16, ..., >256
+
+
+class Mark(NamedTuple):
+    """A moment at which `_step` returned (the first: at which it was called first).
+
+    num_tokens: of the step completed then: tokens prefilled, minus sequences decoded, or 0: none.
+    """
+
+    time: float
+    num_tokens: int
+
+
+class Band(TypedDict):
+    """The decode steps of some batch sizes."""
+
+    batch: str
+    steps: int
+    mean_ms: float
+
+
+class Phases(TypedDict):
+    """A run's wall time; `other` is what lies before the first step and after the last."""
+
+    prefill_seconds: float
+    prefill_steps: int
+    decode_seconds: float
+    decode_steps: int
+    other_seconds: float
+    decode_bands: list[Band]
+
+
+class TimedLLM(LLM):
+    """An `LLM` that marks each step's completion in `marks`, and otherwise is the same."""
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        self.marks: list[Mark] = []
+
+    def _step(self) -> tuple[list[Request], int]:
+        if not self.marks:
+            self.marks.append(Mark(perf_counter(), 0))
+        finished, num_tokens = super()._step()
+        self.marks.append(Mark(perf_counter(), num_tokens))
+        return finished, num_tokens
+
+
+def split(marks: Sequence[Mark], seconds: float) -> Phases:
+    """What of a run of `seconds` went into which steps.
+
+    The host runs ahead of the device, so a step's time is that from the completion before it to
+    its own: the device is busy with it, or waits for the host to launch it.
+    """
+    prefill: list[float] = []
+    decode: list[tuple[int, float]] = []  # batch size, seconds
+    previous = marks[0].time
+    for time, num_tokens in marks[1:]:
+        if num_tokens > 0:
+            prefill.append(time - previous)
+        elif num_tokens < 0:
+            decode.append((-num_tokens, time - previous))
+        if num_tokens:
+            previous = time
+    decode_seconds = sum(step for _, step in decode)
+    return {
+        "prefill_seconds": sum(prefill),
+        "prefill_steps": len(prefill),
+        "decode_seconds": decode_seconds,
+        "decode_steps": len(decode),
+        "other_seconds": seconds - sum(prefill) - decode_seconds,
+        "decode_bands": _bands(decode),
+    }
+
+
+def _bands(decode: Sequence[tuple[int, float]]) -> list[Band]:
+    bands: list[Band] = []
+    low = 1
+    for high in (*BAND_ENDS, None):
+        times = [t for batch, t in decode if low <= batch and (high is None or batch <= high)]
+        if times:
+            name = f">{low - 1}" if high is None else f"{low}-{high}"
+            mean_ms = sum(times) / len(times) * 1e3
+            bands.append({"batch": name, "steps": len(times), "mean_ms": mean_ms})
+        low = (high or 0) + 1
+    return bands
+
+
+def print_phases(name: str, phases: Phases) -> None:
+    print(
+        f"{name}: prefill {phases['prefill_seconds']:.3f}s in {phases['prefill_steps']} steps, "
+        f"decode {phases['decode_seconds']:.3f}s in {phases['decode_steps']}, "
+        f"other {phases['other_seconds']:.3f}s"
+    )
+    print("  decode batch    steps   mean ms   seconds")
+    for band in phases["decode_bands"]:
+        seconds = band["steps"] * band["mean_ms"] / 1e3
+        print(f"  {band['batch']:>12} {band['steps']:8} {band['mean_ms']:9.3f} {seconds:9.3f}")

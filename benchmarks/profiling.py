@@ -1,0 +1,247 @@
+"""Where the time goes inside steps: a trace and table of a run, and tables of single decode steps.
+
+All of it through torch's profiler: kernels on a GPU, operators on the CPU.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.attention import Attention
+
+TOP = 12
+# Batch and mean context of decode steps on the way through bench.py's default workload.
+DECODE_CASES = ((256, 632), (126, 1035), (37, 1450), (4, 1586))
+WARM_UP_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 30, 5
+MAX_STEPS = WARM_UP_STEPS + TIMED_STEPS  # on from one state
+
+
+class Activity(NamedTuple):
+    """One kernel or copy on a GPU, or one operator call on the CPU; times in microseconds.
+
+    own: without the operators that it called.
+    """
+
+    name: str
+    start: float
+    end: float
+    own: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of a table: what one kernel takes, per step or in all."""
+
+    name: str
+    ms: float
+    calls: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What a decode step of `batch` sequences takes, with `context` tokens each on average.
+
+    wall_ms: per step with the host one step ahead, as in the engine.
+    host_ms: of that, until a launch has returned.
+    busy_ms: while the device works; on the CPU all operators. Measured apart, under the profiler.
+    """
+
+    batch: int
+    context: int
+    wall_ms: float
+    host_ms: float
+    busy_ms: float
+    kernels: list[Row]
+
+
+def profile_run(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], path: Path
+) -> None:
+    """Profiles one `generate`: a Chrome trace to `path` (gzip if it ends with .gz), and a table."""
+    device = llm.config.torch_device
+    with profile(activities=_activities(device, with_cpu=True)) as profiler:
+        start = perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds = perf_counter() - start
+    profiler.export_chrome_trace(str(path))
+    activities = list(_recorded(profiler, device))
+    print(f"Profiled run: {seconds * 1e3:.1f}ms, busy {busy_ms(activities):.1f}ms; trace in {path}")
+    print_rows(rows_of(activities))
+
+
+def profile_decode(llm: LLM, temperature: float) -> list[DecodeStep]:
+    """Prints, and returns, a table for each of `DECODE_CASES` that this engine can hold.
+
+    Needs an engine without requests, and overwrites K/V: what its prefix cache holds is void. All
+    steps are timed before any is profiled, for a profiler leaves its traces in later launches.
+    """
+    loops: list[_DecodeLoop] = []
+    for batch, context in DECODE_CASES:
+        if why := _obstacle(llm, batch, context):
+            print(f"Decode step, batch {batch}, mean context {context}: skipped, {why}")
+        else:
+            loops.append(_DecodeLoop(llm, batch, context, temperature))
+    times = [loop.timed() for loop in loops]
+    steps: list[DecodeStep] = []
+    for loop, (wall_ms, host_ms) in zip(loops, times, strict=True):
+        activities = loop.profiled()
+        busy = busy_ms(activities) / PROFILED_STEPS
+        kernels = rows_of(activities, PROFILED_STEPS)
+        print(
+            f"Decode step, batch {loop.batch}, mean context {loop.context}: wall {wall_ms:.3f}ms, "
+            f"busy {busy:.3f}ms, launch {host_ms:.3f}ms"
+        )
+        print_rows(kernels)
+        steps.append(DecodeStep(loop.batch, loop.context, wall_ms, host_ms, busy, kernels))
+    return steps
+
+
+def context_lens(batch: int, mean: int) -> np.ndarray:
+    """int64 [batch] around `mean`: from half of it to one and a half, evenly, in random order; the
+    few sequences of a small batch, the last of a run, are alike."""
+    if batch <= 4:
+        return np.full(batch, mean)
+    lens = np.linspace(0.5 * mean, 1.5 * mean, batch).round().astype(np.int64)
+    return np.random.default_rng(0).permutation(lens)
+
+
+def busy_ms(activities: Iterable[Activity]) -> float:
+    """Time in which at least one activity runs: kernels may overlap, operators nest."""
+    busy, until = 0.0, float("-inf")
+    for activity in sorted(activities, key=lambda activity: activity.start):
+        busy += max(activity.end - max(activity.start, until), 0.0)
+        until = max(until, activity.end)
+    return busy / 1e3
+
+
+def rows_of(activities: Iterable[Activity], num_steps: int = 1) -> list[Row]:
+    """Time and calls by name, per step, the largest first."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for activity in activities:
+        times[activity.name].append(activity.own)
+    rows = [
+        Row(name, sum(own) / 1e3 / num_steps, len(own) / num_steps) for name, own in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row.ms)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    print("         ms    calls")
+    for row in rows[:TOP]:
+        print(f"  {row.ms:9.3f} {row.calls:8.1f}  {row.name[:90]}")
+    if rest := rows[TOP:]:
+        ms, calls = sum(row.ms for row in rest), sum(row.calls for row in rest)
+        print(f"  {ms:9.3f} {calls:8.1f}  ({len(rest)} others)", flush=True)
+
+
+def _activities(device: torch.device, *, with_cpu: bool) -> list[ProfilerActivity]:
+    if device.type != "cuda":
+        return [ProfilerActivity.CPU]
+    return [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * with_cpu
+
+
+def _recorded(profiler: Any, device: torch.device) -> Iterator[Activity]:
+    is_cuda = device.type == "cuda"
+    wanted = "CUDA" if is_cuda else "CPU"
+    for event in profiler.events():
+        if event.device_type.name == wanted and not getattr(event, "is_user_annotation", False):
+            span = event.time_range
+            own = span.elapsed_us() if is_cuda else event.self_cpu_time_total
+            yield Activity(event.name, span.start, span.end, own)
+
+
+def _obstacle(llm: LLM, batch: int, context: int) -> str | None:
+    """Why this engine cannot run the case, None if it can."""
+    config = llm.config
+    if config.tensor_parallel_size > 1:
+        return "it needs an engine on one device"
+    if batch > config.max_num_seqs:
+        return f"max_num_seqs is {config.max_num_seqs}"
+    longest = int(context_lens(batch, context).max()) + MAX_STEPS
+    if longest > config.max_model_len:
+        return f"its longest takes {longest} tokens, max_model_len is {config.max_model_len}"
+    need, have = batch * _blocks_for(llm, longest), llm.scheduler.block_manager.num_blocks
+    return f"it takes {need} blocks, the pool has {have}" if need > have else None
+
+
+def _blocks_for(llm: LLM, num_tokens: int) -> int:
+    return -(-num_tokens // llm.config.kvcache_block_size)
+
+
+class _DecodeLoop:
+    """Decode steps of rows 0 to `batch` - 1, with no scheduler: the host only names the rows."""
+
+    def __init__(self, llm: LLM, batch: int, context: int, temperature: float) -> None:
+        self.batch, self.context = batch, context
+        self.device = llm.config.torch_device
+        self.temperature = temperature
+        runner = llm._check_open()
+        assert isinstance(runner, ModelRunner), "one device"
+        self._runner = runner
+        self._lens = torch.from_numpy(context_lens(batch, context))
+        longest = int(self._lens.max()) + MAX_STEPS
+        self._width = _blocks_for(llm, longest)
+        rows = list(range(batch))
+        self._batch = ScheduledBatch(rows, rows, [], [], max_context_len=longest)
+
+    def reset(self) -> None:
+        """Rows as after a prefill, their blocks scattered over the first of the pool, all of random
+        K/V (zeros run faster than data)."""
+        num_blocks = self.batch * self._width
+        tables = np.random.default_rng(0).permutation(num_blocks).reshape(self.batch, self._width)
+        state = self._runner.rows
+        self.synchronize()
+        with torch.inference_mode():
+            for layer in self._runner.model.modules():
+                if isinstance(layer, Attention):
+                    layer.k_cache[:num_blocks].normal_()
+                    layer.v_cache[:num_blocks].normal_()
+            tables_on_device = torch.from_numpy(tables).to(state.block_tables)
+            state.block_tables[: self.batch, : self._width] = tables_on_device
+            state.context_lens[: self.batch] = self._lens.to(self.device)
+            state.temperatures[: self.batch] = self.temperature
+        self.synchronize()
+
+    def run(self, num_steps: int) -> float:
+        """Steps, the host one ahead; returns the seconds spent in launches."""
+        launching, handle = 0.0, None
+        for _ in range(num_steps):
+            start = perf_counter()
+            launched = self._runner.launch(self._batch)
+            launching += perf_counter() - start
+            if handle is not None:
+                handle.token_ids()
+            handle = launched
+        if handle is not None:
+            handle.token_ids()
+        return launching
+
+    def timed(self) -> tuple[float, float]:
+        """Milliseconds of a step, and of those in its launch."""
+        self.reset()
+        self.run(WARM_UP_STEPS)
+        start = perf_counter()
+        launching = self.run(TIMED_STEPS)
+        return (perf_counter() - start) / TIMED_STEPS * 1e3, launching / TIMED_STEPS * 1e3
+
+    def profiled(self) -> list[Activity]:
+        """Of `PROFILED_STEPS` steps."""
+        self.reset()
+        with profile(activities=_activities(self.device, with_cpu=False)) as profiler:
+            self.run(PROFILED_STEPS)
+            self.synchronize()
+        return list(_recorded(profiler, self.device))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
