@@ -5,7 +5,8 @@ Run: python bench.py --model DIR [--runs 3] [--roofline] [--profile FILE] [--pro
 
 The default workload is nano-vllm's: 256 prompts of 100 to 1024 random ids and 100 to 1024 output
 tokens each, 142,827 and 133,966 in all. `--runs` repeats it with other ids of the same lengths, so
-that the prefix cache cannot help.
+that the prefix cache cannot help. Without `--model`, on a machine without a GPU, a small workload
+runs on the demo model instead.
 
 --roofline: each run's time in prefill, and in decode by batch size; and beside the runs the least
     time that their reads and arithmetic can take, at a copy's and a matrix product's measured rate.
@@ -22,6 +23,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import torch
 
 from benchmarks import roofline
 from benchmarks.environment import describe
@@ -46,6 +49,23 @@ ENGINE_OPTIONS = (
     "device",
     "dtype",
 )
+DEFAULTS = {
+    "model": "~/huggingface/Qwen3-0.6B/",
+    "num_seqs": 256,
+    "min_input_len": 100,
+    "max_input_len": 1024,
+    "min_output_len": 100,
+    "max_output_len": 1024,
+}
+DEMO_DEFAULTS = {
+    "model": str(Path(__file__).parent / "demo" / "austen"),
+    "num_seqs": 16,
+    "min_input_len": 16,
+    "max_input_len": 128,
+    "min_output_len": 16,
+    "max_output_len": 128,
+    "max_model_len": 1024,
+}
 PROFILED_OUTPUT_LEN = 16  # of a profiled run: a trace of all steps would be unwieldy
 
 
@@ -79,15 +99,16 @@ def make_workload(
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=str(__doc__).splitlines()[0],
+        allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="~/huggingface/Qwen3-0.6B/", help="checkpoint directory")
-    add("--num-seqs", type=int, default=256, help="requests in a run")
-    add("--min-input-len", type=int, default=100, help="shortest prompt")
-    add("--max-input-len", type=int, default=1024, help="longest prompt")
-    add("--min-output-len", type=int, default=100, help="shortest completion")
-    add("--max-output-len", type=int, default=1024, help="longest completion")
+    add("--model", help="checkpoint directory")
+    add("--num-seqs", type=int, help="requests in a run")
+    add("--min-input-len", type=int, help="shortest prompt")
+    add("--max-input-len", type=int, help="longest prompt")
+    add("--min-output-len", type=int, help="shortest completion")
+    add("--max-output-len", type=int, help="longest completion")
     add("--seed", type=int, default=0, help="of the workload and of the sampling noise")
     add("--temperature", type=float, default=0.6, help="sampling temperature")
     add("--runs", type=int, default=1, help="repeats, with other ids of the same lengths")
@@ -104,6 +125,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             kind = {"action": argparse.BooleanOptionalAction}
         option = "--" + name.replace("_", "-")
         engine.add_argument(option, default=default, help=f"{name} of LLM", **kind)
+    is_demo = not torch.cuda.is_available() and not any(
+        arg.split("=")[0] == "--model" for arg in (sys.argv[1:] if argv is None else argv)
+    )
+    parser.set_defaults(**(DEMO_DEFAULTS if is_demo else DEFAULTS))
     args = parser.parse_args(argv)
     for name in ("num_seqs", "runs", "min_input_len", "min_output_len"):
         if getattr(args, name) < 1:

@@ -233,3 +233,15 @@ def test_readme_lists_every_option_with_its_default(title: str, cls: Any) -> Non
         if field.init
     ]
     assert [(name, default.replace('"', "'")) for name, default in listed] == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default on a GPU is the full workload")
+def test_benchmark_without_arguments_runs_the_demo_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bench.main(["--json", str(tmp_path / "result.json"), "--num-seqs", "2"])
+    assert "Throughput: " in capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert Path(result["options"]["model"]).parts[-2:] == ("demo", "austen")
+    args = bench.parse_args(["--model", "somewhere"])
+    assert (args.num_seqs, args.max_input_len, args.max_model_len) == (256, 1024, 4096)
