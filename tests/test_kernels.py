@@ -260,6 +260,21 @@ def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
     assert (last_tokens.cpu()[untouched] == -7).all()
 
 
+@dtypes
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampler_gives_a_valid_id_where_no_logit_is_a_number(
+    temperature: float, dtype: torch.dtype
+) -> None:
+    """An invalid one would be looked up in the embedding by the next step."""
+    logits = torch.full((2, 5000), float("nan"), dtype=dtype, device=DEVICE)
+    logits[1] = float("-inf")
+    rows = torch.arange(2, device=DEVICE)
+    state = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    temperatures = torch.full((2,), temperature, device=DEVICE)
+    ids = sample(logits, rows, temperatures, state[0], state[1], state[2])
+    assert ids.tolist() == [0, 0]
+
+
 def test_decode_inputs() -> None:
     block_size, width = 16, 40
     row_tables = torch.arange(8 * width, dtype=torch.int32, device=DEVICE).view(8, width)

@@ -33,12 +33,12 @@ class DecodeGraphs:
         self._rows = torch.full((self._sizes[-1],), -1, dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._sampled: dict[int, torch.Tensor] = {}
-        pool = None
+        pool, stream = None, torch.cuda.Stream(device)  # torch's default may be another device's
         for size in reversed(self._sizes):  # largest first: the others fit into its memory
             graph = torch.cuda.CUDAGraph()
             step(self._rows[:size])  # whatever initialises lazily must do so outside the capture
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 self._sampled[size] = step(self._rows[:size])
             pool = pool or graph.pool()
             self._graphs[size] = graph

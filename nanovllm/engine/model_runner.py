@@ -188,6 +188,7 @@ class ModelRunner:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def _warm_up(self) -> None:
+        self.rows.context_lens.zero_()  # what an earlier warm-up left would grow past the tables
         for batch in warm_up_batches(self.config):
             self.launch(batch).token_ids()
 
@@ -205,8 +206,9 @@ def warm_up_batches(config: Config) -> Iterator[ScheduledBatch]:
     if longest > 1:  # a chunk after a cached prefix
         chunk = PrefillChunk(1, [0] * min(longest - 1, budget), is_last=True, init=init)
         yield ScheduledBatch([0], [0], [chunk], growth=[], max_context_len=longest)
-    rows = list(range(config.max_num_seqs))
-    yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
+    for num_rows in (1, config.max_num_seqs):  # contexts split over programs, and not
+        rows = list(range(num_rows))
+        yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

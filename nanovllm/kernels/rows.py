@@ -53,7 +53,7 @@ def decode_inputs(
     what the context length covers is written. Padding rows: id 0, position 0, slot -1, length 0.
     """
     n, width = len(rows), row_tables.shape[1]
-    input_ids, positions, slots = rows.new_empty(3, n)
+    input_ids, positions, slots = (rows.new_empty(n) for _ in range(3))  # each one aligned
     context_lens = rows.new_empty(n, dtype=torch.int32)
     tables = rows.new_empty(n, width, dtype=torch.int32)
     _decode_inputs_kernel[(n,)](

@@ -86,8 +86,8 @@ def _best_of_chunk_kernel(
     inverse = 1.0 / tl.where(is_random, temperature, 1.0)
     first, second = _noise_keys(tl.load(seeds_ptr + row), tl.load(context_lens_ptr + row))
     best_score = float("-inf")
-    best_id = 0x7FFFFFFF
     start = chunk * tiles_per_chunk * TILE
+    best_id = start  # a valid id, should no logit be a number
     for tile in range(start, tl.minimum(start + tiles_per_chunk * TILE, vocab), TILE):
         token_id = tile + tl.arange(0, TILE)
         logit = tl.load(

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import triton
 
 
 @functools.cache
@@ -11,7 +12,10 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    if hasattr(properties, "shared_memory_per_block_optin"):  # torch 2.7 and later
+        return int(properties.shared_memory_per_block_optin)
+    utils = triton.runtime.driver.active.utils
+    return int(utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def attention_tile(padded_head_dim: int, itemsize: int, device: torch.device) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from nanovllm.utils.distributed import TPGroup
 
 _MASK32 = 0xFFFFFFFF
+ROWS_AT_A_TIME = 16  # the noise of a row takes some 50 bytes for each id of the vocabulary
 
 
 def _mix(x: torch.Tensor, multiplier: int, shift: int) -> torch.Tensor:
@@ -70,11 +71,12 @@ def best_tokens(
     """
     scores = logits.float()
     random_rows = (temperatures > 0).nonzero().squeeze(1)
+    token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     if len(random_rows):
-        token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-        noise = gumbel_noise(seeds[random_rows], positions[random_rows], token_ids)
-        noisy = scores[random_rows] / temperatures[random_rows].unsqueeze(1) + noise
-        scores = scores.index_copy(0, random_rows, noisy)
+        scores = scores.clone()
+    for rows in random_rows.split(ROWS_AT_A_TIME) if len(random_rows) else ():
+        noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
+        scores[rows] = scores[rows] / temperatures[rows].unsqueeze(1) + noise
     best, index = scores.max(dim=-1)
     return best, index + first_id
 

@@ -57,6 +57,8 @@ def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
     if importlib.util.find_spec(name) is None:
         package = name.replace("_", "-")
         return f"the package {package} is not installed; pip install {package}, or use 'auto'"
+    if torch.cuda.get_device_capability(layout.device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (Ampere) or later; use 'torch'"
     if layout.head_dim > 256:
         return f"head_dim={layout.head_dim} exceeds 256; use 'torch'"
     if name == "flash_attn":

@@ -1,4 +1,4 @@
-"""Attention by the project's own Triton kernels: any head size and GQA ratio, bf16, fp16, fp32."""
+"""Attention by the project's own Triton kernels: heads up to 256 wide, any GQA ratio and dtype."""
 
 import torch
 
