@@ -81,20 +81,19 @@ class LLMEngine:
         (or itself, without `async_scheduling`). Should that raise, the steps in flight are undone
         and their requests start afresh."""
         runner = self._check_open()
-        batch = self.scheduler.schedule()
         try:
+            batch = self.scheduler.schedule()
             if batch is not None:
                 self._in_flight.append((batch, runner.launch(batch)))
             may_wait = batch is not None and self.config.async_scheduling
             if not self._in_flight or (may_wait and len(self._in_flight) == 1):
                 return [], 0
             completed, handle = self._in_flight.popleft()
-            token_ids = handle.token_ids()
+            finished = self.scheduler.postprocess(completed, handle.token_ids())
         except BaseException:
             self._in_flight.clear()
             self.scheduler.recover()
             raise
-        finished = self.scheduler.postprocess(completed, token_ids)
         self._forget_idle_steps()
         num_tokens = completed.num_tokens
         return finished, num_tokens if completed.is_prefill else -num_tokens
@@ -108,7 +107,7 @@ class LLMEngine:
         """Forgets the step in flight if everything that it computes for has ended meanwhile."""
         if self.scheduler.is_finished():
             self._in_flight.clear()
-            self.scheduler.recover()
+            self.scheduler.forget_steps_in_flight()
 
     def _enqueue(self, token_ids: "array[int]", sampling_params: SamplingParams) -> int:
         seq_id = self._num_requests

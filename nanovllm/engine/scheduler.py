@@ -78,8 +78,8 @@ class Scheduler:
             if self._ends(seq, token_id):
                 self._release(seq)
                 seq.status = SequenceStatus.FINISHED
-                del self._unfinished[seq_id], self.running[seq_id]
                 finished.append(seq)
+                del self.running[seq_id], self._unfinished[seq_id]
         return finished
 
     def abort(self, seq_ids: Collection[int]) -> None:
@@ -95,11 +95,20 @@ class Scheduler:
     def abort_all(self) -> None:
         self.abort(list(self._unfinished))
 
-    def recover(self) -> None:
-        """After a step failed: forgets the steps in flight and starts every resident afresh."""
+    def forget_steps_in_flight(self) -> None:
+        """Their ids will not come, and nobody waits for them."""
         self._num_in_flight = 0
+
+    def recover(self) -> None:
+        """After a step failed: forgets the steps in flight, and starts all residents afresh."""
+        self.forget_steps_in_flight()
         if self.waiting:
             self._release(self.waiting[0])
+        for seq in self.running.values():
+            if seq.finish_reason is not None:  # interrupted while it ended: let it end once more
+                seq.finish_reason = None
+                seq.token_ids.pop()
+                seq.num_tokens = len(seq.token_ids)
         while self.running:
             self._preempt_last()
 
