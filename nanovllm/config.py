@@ -69,7 +69,7 @@ class Config:
         self.model = str(_checkpoint_dir(self.model))
         try:
             self.hf_config = AutoConfig.from_pretrained(self.model, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of whatever kind its library raises
             raise ValueError(f"cannot read {self.model}/config.json: {error}") from error
         self.torch_device = _resolve_device(self.device)
         if self.tensor_parallel_size > 1 and self.torch_device.type != "cpu":
@@ -157,7 +157,8 @@ def _resolve_device(device: object) -> torch.device:
 def _resolve_dtype(dtype: object, hf_config: PretrainedConfig) -> torch.dtype:
     if dtype == "auto":
         # transformers 4.x calls it torch_dtype, 5.x dtype; either may be absent or a string.
-        dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        name = "dtype" if hasattr(hf_config, "dtype") else "torch_dtype"
+        dtype = getattr(hf_config, name, None)
         dtype = "bfloat16" if dtype is None else dtype
     resolved = DTYPES.get(str(dtype).removeprefix("torch."))
     if resolved is None:

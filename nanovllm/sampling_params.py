@@ -1,10 +1,10 @@
 """Per-request sampling knobs, checked at construction."""
 
-import sys
 from dataclasses import dataclass
 from numbers import Real
 
 MIN_TEMPERATURE = 1e-5  # logits / T stays far from the limits of fp32
+MAX_TEMPERATURE = 1e30
 MAX_SEED = 2**64 - 1
 
 
@@ -26,9 +26,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, Real):
             raise TypeError(f"temperature must be a number, got {self.temperature!r}")
-        if not 0 <= self.temperature <= sys.float_info.max:  # nor nan
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # nor nan
             raise ValueError(
-                f"temperature must be finite and >= 0 (0 is greedy), got {self.temperature}"
+                f"temperature must be finite, at most {MAX_TEMPERATURE} and >= 0 (0 is greedy), "
+                f"got {self.temperature}"
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(

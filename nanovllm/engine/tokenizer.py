@@ -9,15 +9,20 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """None, with a warning, if the directory has no tokenizer files."""
-    if not any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
+    """None, with a warning, if the directory has no vocabulary."""
+    if not any((Path(model) / name).is_file() for name in VOCABULARY_FILES):
         logger.warning("%s has no tokenizer: prompts must be token ids, text stays empty", model)
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model, local_files_only=True
+        )
+    except Exception as error:  # of whatever kind its library raises
+        raise ValueError(f"cannot load the tokenizer of {model}: {error}") from error
     return tokenizer
 
 
@@ -30,7 +35,10 @@ def stop_token_ids(
         sources.append(tokenizer.eos_token_id)
     generation_config = Path(model) / "generation_config.json"
     if generation_config.is_file():
-        sources.append(json.loads(generation_config.read_text()).get("eos_token_id"))
+        try:
+            sources.append(json.loads(generation_config.read_text()).get("eos_token_id"))
+        except ValueError as error:
+            raise ValueError(f"cannot read {generation_config}: {error}") from error
     stop: set[int] = set()
     for ids in sources:
         if ids is not None:

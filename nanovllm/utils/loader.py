@@ -112,7 +112,10 @@ class Checkpoint:
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
             return sorted(self.path.glob("*.safetensors"))
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"cannot read {index}: {error!r}; download it again") from error
         files = [self.path / name for name in sorted(names)]
         for file in files:
             if not file.is_file():
