@@ -5,130 +5,164 @@ acknowledges what it has read, and a slot is rewritten only after all have. So n
 overwritten unread and no message costs a round trip; one larger than a slot goes in pieces.
 """
 
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.shared_memory import SharedMemory
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from threading import Lock
+from typing import Any
 
 NUM_SLOTS = 16
 SLOT_BYTES = 64 * 1024
 SLOT_HEADER_BYTES = 16  # int64 payload length, int64 whether more pieces follow
 SPIN_SECONDS = 0.002
+PAUSE_SECONDS = 0.001  # between looks, at most; ten times as long after a second
+Check = Callable[[], None]  # raises to end a wait
+
+_fence_lock = Lock()
 
 
-class Waiter:
-    """Waits for another process's store to memory: spins first, then sleeps longer and longer.
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What a receiver must know of a channel; can be an argument of a process.
 
-    `check` is called now and then; it raises to end the wait.
+    fd: of the memory, a file that never had a name: whatever ends the processes, nothing is left.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-
-    def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        start = time.monotonic()
-        pause = 0.0
-        while not is_ready():
-            if time.monotonic() - start > SPIN_SECONDS:
-                self._check()
-                pause = min(pause + 2e-5, 1e-3)
-            time.sleep(pause)
-
-
-class _Ring:
-    """The layout: int64 number of published slots, one int64 of acknowledged slots per receiver,
-    then the slots. Aligned 8-byte stores are atomic, and seen in order on x86-64; elsewhere the
-    interpreter's own locking between the payload's store and the counter's orders them."""
-
-    def __init__(self, memory: SharedMemory, num_receivers: int) -> None:
-        assert memory.buf is not None
-        header_bytes = 8 * (1 + num_receivers)
-        self._header = memory.buf[:header_bytes].cast("q")
-        self._slots = [
-            memory.buf[header_bytes + i * SLOT_BYTES : header_bytes + (i + 1) * SLOT_BYTES]
-            for i in range(NUM_SLOTS)
-        ]
-
-    @staticmethod
-    def num_bytes(num_receivers: int) -> int:
-        return 8 * (1 + num_receivers) + NUM_SLOTS * SLOT_BYTES
+    fd: int
+    num_receivers: int
+    num_slots: int
+    slot_bytes: int
 
     @property
-    def published(self) -> int:
-        return int(self._header[0])
+    def header_bytes(self) -> int:
+        return 8 * (1 + self.num_receivers)
 
-    def acknowledged_by_all(self) -> int:
-        return min(self._header[1:])
+    @property
+    def num_bytes(self) -> int:
+        return self.header_bytes + self.num_slots * self.slot_bytes
 
-    def write(self, piece: memoryview, has_more: bool) -> None:
-        slot = self._slots[self.published % NUM_SLOTS]
-        slot[:SLOT_HEADER_BYTES].cast("q")[0] = len(piece)
-        slot[:SLOT_HEADER_BYTES].cast("q")[1] = has_more
-        slot[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + len(piece)] = piece
-        self._header[0] += 1
+    def __reduce__(self) -> tuple[Any, ...]:
+        sizes = (self.num_receivers, self.num_slots, self.slot_bytes)
+        return _channel_in_another_process, (DupFd(self.fd), *sizes)
 
-    def read(self, receiver: int, sequence: int) -> tuple[bytes, bool]:
-        slot = self._slots[sequence % NUM_SLOTS]
-        length, has_more = slot[:SLOT_HEADER_BYTES].cast("q")
-        piece = bytes(slot[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + length])
-        self._header[1 + receiver] = sequence + 1
-        return piece, bool(has_more)
 
-    def release(self) -> None:
-        """Lets go of the memory, which cannot be closed while views of it exist."""
-        for view in (self._header, *self._slots):
-            view.release()
+def _channel_in_another_process(fd: Any, *sizes: int) -> Channel:
+    return Channel(fd.detach(), *sizes)
 
 
 class Sender:
-    """Owns the segment; its name is for the receivers. `check` may raise to end a wait."""
+    """Rank 0's end. Gets its memory at once, so as to fail here if there is none."""
 
-    def __init__(self, num_receivers: int, check: Callable[[], None]) -> None:
-        self._memory = SharedMemory(create=True, size=_Ring.num_bytes(num_receivers))
-        self.name = self._memory.name
-        self._ring = _Ring(self._memory, num_receivers)
-        self._waiter = Waiter(check)
+    def __init__(
+        self, num_receivers: int, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES
+    ) -> None:
+        directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - close() closes it
+        self.channel = Channel(self._file.fileno(), num_receivers, num_slots, slot_bytes)
+        self._file.write(bytes(self.channel.num_bytes))
+        self._file.flush()
+        self._ring = _Ring(self.channel)
 
-    def send(self, message: bytes) -> None:
-        """Waits only while the ring is full of slots that a receiver has not read."""
+    def send(self, message: bytes, check: Check) -> None:
+        """Waits only while the ring is full of slots that a receiver has not read; `check` is
+        called meanwhile. If it raises, part of the message may have been sent."""
         view = memoryview(message)
-        room = SLOT_BYTES - SLOT_HEADER_BYTES
+        room = self.channel.slot_bytes - SLOT_HEADER_BYTES
         for start in range(0, max(len(view), 1), room):
-            self._waiter.wait_until(
-                lambda: self._ring.published - self._ring.acknowledged_by_all() < NUM_SLOTS
-            )
+            _wait_until(self._ring.has_room, check)
             self._ring.write(view[start : start + room], has_more=start + room < len(view))
 
     def close(self) -> None:
-        """Removes the segment. Idempotent."""
-        self._ring.release()
-        self._memory.close()
-        with suppress(FileNotFoundError):
-            self._memory.unlink()
+        """Idempotent."""
+        self._ring.close()
+        self._file.close()
 
 
 class Receiver:
-    """Receiver `index` of the segment `name`. `check` may raise to end a wait."""
+    """Receiver `index` of the channel."""
 
-    def __init__(
-        self, name: str, num_receivers: int, index: int, check: Callable[[], None]
-    ) -> None:
-        self._memory = SharedMemory(name)
-        self._ring = _Ring(self._memory, num_receivers)
+    def __init__(self, channel: Channel, index: int) -> None:
+        self._ring = _Ring(channel)
         self._index = index
         self._next = 0
-        self._waiter = Waiter(check)
 
-    def receive(self) -> bytes:
-        """The next message, in the order sent."""
-        pieces, has_more = [], True
+    def receive(self, check: Check = lambda: None) -> bytes:
+        """The next message, in the order sent; `check` is called while there is none. If it
+        raises, nothing is lost unless pieces of the message had come."""
+        pieces, has_more = list[bytes](), True
         while has_more:
-            self._waiter.wait_until(lambda: self._ring.published > self._next)
+            _wait_until(lambda: self._ring.published > self._next, check)
             piece, has_more = self._ring.read(self._index, self._next)
             self._next += 1
             pieces.append(piece)
         return b"".join(pieces)
 
     def close(self) -> None:
-        self._ring.release()
+        """Idempotent."""
+        self._ring.close()
+
+
+class _Ring:
+    """The layout: int64 number of published slots, one int64 of acknowledged slots per receiver,
+    then the slots. Aligned 8-byte stores are atomic; fences keep them in order with the payload."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._memory = mmap.mmap(channel.fd, channel.num_bytes)
+        view = memoryview(self._memory)
+        self._header = view[: channel.header_bytes].cast("q")
+        starts = [channel.header_bytes + i * channel.slot_bytes for i in range(channel.num_slots)]
+        self._slots = [view[start : start + channel.slot_bytes] for start in starts]
+
+    @property
+    def published(self) -> int:
+        return int(self._header[0])
+
+    def has_room(self) -> bool:
+        return self.published - min(self._header[1:]) < len(self._slots)
+
+    def write(self, piece: memoryview, has_more: bool) -> None:
+        _fence()
+        slot = self._slots[self.published % len(self._slots)]
+        slot[:SLOT_HEADER_BYTES].cast("q")[0] = len(piece)
+        slot[:SLOT_HEADER_BYTES].cast("q")[1] = has_more
+        slot[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + len(piece)] = piece
+        _fence()
+        self._header[0] += 1
+
+    def read(self, receiver: int, sequence: int) -> tuple[bytes, bool]:
+        _fence()
+        slot = self._slots[sequence % len(self._slots)]
+        length, has_more = slot[:SLOT_HEADER_BYTES].cast("q")
+        piece = bytes(slot[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + length])
+        _fence()
+        self._header[1 + receiver] = sequence + 1
+        return piece, bool(has_more)
+
+    def close(self) -> None:
+        """The memory cannot be closed while views of it exist."""
+        for view in (self._header, *self._slots):
+            view.release()
         self._memory.close()
+
+
+def _fence() -> None:
+    """Memory accesses before and after stay on their side, on any processor: POSIX (4.12) says so
+    of what a lock is made of."""
+    with _fence_lock:
+        pass
+
+
+def _wait_until(is_ready: Callable[[], bool], check: Check) -> None:
+    """Waits for another process's store to memory: spins first, then sleeps longer and longer."""
+    start = time.monotonic()
+    pause = 0.0
+    while not is_ready():
+        waited = time.monotonic() - start
+        if waited > SPIN_SECONDS:
+            check()
+            pause = min(pause + 2e-5, PAUSE_SECONDS if waited < 1 else 10 * PAUSE_SECONDS)
+        time.sleep(pause)

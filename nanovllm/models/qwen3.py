@@ -80,6 +80,7 @@ class Qwen3MLP(nn.Module):
     def __init__(self, hf_config: PretrainedConfig, group: TPGroup) -> None:
         super().__init__()
         size = hf_config.intermediate_size
+        group.share(size, "intermediate_size")
         self.gate_up_proj = MergedColumnParallelLinear(
             group, hf_config.hidden_size, {"gate_proj": size, "up_proj": size}
         )

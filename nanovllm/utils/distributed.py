@@ -4,6 +4,7 @@ The only user of torch.distributed, and of its process-group objects alone: the 
 process is the user's.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)  # of one collective; a peer's death is noticed at once
+TIMEOUT = timedelta(minutes=10)  # for ranks that differ in speed; a peer's end is noticed at once
+PIECE = timedelta(seconds=0.2)
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed: another rank has ended, or hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +33,18 @@ class TPGroup:
 
     @classmethod
     def connect(cls, rank: int, size: int, store_file: str) -> "TPGroup":
-        """Meets the other ranks through a file of their own; all must be about to call this."""
+        """Meets the other ranks through a file of their own, which none needs afterwards."""
         store = dist.FileStore(store_file, size)  # type: ignore[attr-defined]
         store.set_timeout(TIMEOUT)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = TIMEOUT
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return cls(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
+        try:
+            group = cls(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {rank} of {size} could not meet the others") from error
+        group.min(rank)  # until all have met
+        return group
 
     def share(self, total: int, what: str) -> int:
         """This rank's share of `total`, which must divide evenly; `what` names it in the error."""
@@ -44,7 +55,7 @@ class TPGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place."""
         if self.size > 1:
-            self.process_group.allreduce([x]).wait()
+            self._complete(self.process_group.allreduce([x]))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,9 +64,19 @@ class TPGroup:
         if self.size == 1:
             out[0] = x
         else:
-            self.process_group.allgather([list(out.unbind())], [x]).wait()
+            self._complete(self.process_group.allgather([list(out.unbind())], [x]))
         return out
 
     def min(self, value: int) -> int:
         """The smallest of the ranks' values; no rank returns before all have called."""
         return int(self.all_gather(torch.tensor(value)).min())
+
+    def _complete(self, work: Any) -> None:
+        """Waits, in pieces: Python serves signals only between them."""
+        while not work.is_completed():
+            with suppress(RuntimeError):  # the piece is over, or the work has failed
+                work.wait(PIECE)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} of {self.size} lost another one") from error

@@ -1,0 +1,28 @@
+"""A user's script on two ranks, for tests that interrupt or kill it.
+
+Usage: parallel_script.py MODEL WHAT. Prints "starting", then "ready", then does WHAT: `generate` or
+`sleep` for ever, or `fail`.
+"""
+
+import sys
+import time
+
+from nanovllm import LLM, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
+
+
+def main(model: str, what: str) -> None:
+    print("starting", flush=True)
+    llm = LLM(model, device="cpu", max_model_len=128, num_kvcache_blocks=64, tensor_parallel_size=2)
+    llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
+    print("ready", flush=True)
+    while what == "generate":
+        llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
+    while what == "sleep":
+        time.sleep(1)
+    raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

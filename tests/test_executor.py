@@ -1,0 +1,216 @@
+"""Ranks that die, fail or hang: a clear error in time, and nothing stays behind."""
+
+import copy
+import gc
+import os
+import pickle
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch import nn
+
+from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.engine import executor
+from nanovllm.engine.executor import RankDiedError, TensorParallelExecutor, Worker, Workers
+from nanovllm.engine.ipc import NUM_SLOTS
+from nanovllm.utils.distributed import TPGroup
+from tests.reference import greedy_ids
+
+PROMPTS = [[5, 300, 17], [222, 80, 9, 411]]
+NUM_TOKENS = 12
+
+
+class StepError(Exception):
+    """Not one that the engine raises itself."""
+
+
+def make_llm(checkpoint: Path, size: int = 2) -> LLM:
+    sizes = {"max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
+    return LLM(str(checkpoint), device="cpu", tensor_parallel_size=size, **sizes)
+
+
+def parts(llm: LLM) -> tuple[Any, list[Worker]]:
+    """Rank 0's runner and the other ranks."""
+    assert isinstance(llm._runner, TensorParallelExecutor)
+    return llm._runner._runner, llm._runner._workers._workers
+
+
+def kill(worker: Worker, signum: int = signal.SIGKILL) -> None:
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signum)
+
+
+def at_call(module: nn.Module, number: int, action: Callable[[], object]) -> None:
+    """Runs `action` in front of the `number`-th forward from now."""
+    calls: list[int] = []
+
+    def hook(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == number:
+            action()
+
+    module.register_forward_pre_hook(hook)
+
+
+def fail() -> None:
+    raise StepError
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3: Path) -> list[list[int]]:
+    return greedy_ids(make_llm(tiny_qwen3, 1), PROMPTS, NUM_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No worker, no temporary directory (shared memory has no name)."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield
+    gc.collect()
+    assert not list(tmp_path.glob("nanovllm-*"))
+    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def check_dead(llm: LLM) -> None:
+    """The next use says so, at once, and the engine holds nothing."""
+    start = time.monotonic()
+    with pytest.raises(RankDiedError, match="make a new LLM"):
+        greedy_ids(llm, PROMPTS, NUM_TOKENS)
+    assert time.monotonic() - start < 1
+    assert parts(llm) == (None, [])
+    for _ in range(2):
+        llm.exit()
+
+
+def test_worker_killed_in_a_step_and_a_new_engine(
+    tiny_qwen3: Path, expected: list[list[int]]
+) -> None:
+    llm = make_llm(tiny_qwen3)
+    runner, (worker,) = parts(llm)
+    at_call(runner.model, 5, lambda: kill(worker))
+    start = time.monotonic()
+    with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code -9"):
+        greedy_ids(llm, PROMPTS, NUM_TOKENS)
+    assert time.monotonic() - start < 10
+    with make_llm(tiny_qwen3) as another:
+        assert greedy_ids(another, PROMPTS, NUM_TOKENS) == expected
+    check_dead(llm)
+
+
+def test_worker_killed_while_idle(tiny_qwen3: Path) -> None:
+    llm = make_llm(tiny_qwen3)
+    kill(parts(llm)[1][0], signal.SIGTERM)
+    time.sleep(0.2)
+    with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code -15"):
+        greedy_ids(llm, PROMPTS, NUM_TOKENS)
+    check_dead(llm)
+
+
+@pytest.mark.parametrize("victims", [[3], [2, 3]])
+def test_the_rank_that_died_first_is_named(victims: list[int], tiny_qwen3: Path) -> None:
+    """The others end too, for want of it."""
+    llm = make_llm(tiny_qwen3, 4)
+    runner, workers = parts(llm)
+    at_call(runner.model, 3, lambda: [kill(workers[rank - 1]) for rank in victims])
+    with pytest.raises(RankDiedError, match=rf"rank {victims} ended with exit code -9"):
+        greedy_ids(llm, PROMPTS, NUM_TOKENS)
+    check_dead(llm)
+
+
+def test_worker_that_raises(tiny_qwen3: Path) -> None:
+    llm = make_llm(tiny_qwen3)
+    assert isinstance(llm._runner, TensorParallelExecutor)
+    llm._runner._workers.send(pickle.dumps("no batch"))
+    with pytest.raises(RankDiedError, match=r"(?s)rank 1 .* code 1: it raised\nTrace.*Attribute"):
+        greedy_ids(llm, PROMPTS, NUM_TOKENS)
+    check_dead(llm)
+
+
+def test_worker_killed_between_hello_and_meeting(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = Workers._connect
+
+    def kill_first(self: Workers, *args: Any) -> TPGroup:
+        kill(self._workers[0])
+        return connect(self, *args)
+
+    monkeypatch.setattr(Workers, "_connect", kill_first)
+    start = time.monotonic()
+    with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code -9"):
+        make_llm(tiny_qwen3)
+    assert time.monotonic() - start < 10
+
+
+def test_worker_that_cannot_load(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 could: the file is broken where the worker looks."""
+    broken = Path(shutil.copytree(tiny_qwen3, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    start = Workers.start
+
+    def start_elsewhere(self: Workers, config: Config) -> TPGroup:
+        config = copy.copy(config)
+        config.model = str(broken)
+        return start(self, config)
+
+    monkeypatch.setattr(Workers, "start", start_elsewhere)
+    with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code 1: it raised") as error:
+        make_llm(tiny_qwen3)
+    for part in ("Traceback", "loader.py", "is not a complete safetensors file"):
+        assert part in str(error.value)
+
+
+def test_rank_0_fails_in_a_step(tiny_qwen3: Path) -> None:
+    llm = make_llm(tiny_qwen3)
+    at_call(parts(llm)[0].model.model.layers[1], 3, fail)
+    start = time.monotonic()
+    with pytest.raises(StepError):
+        greedy_ids(llm, PROMPTS, NUM_TOKENS)
+    assert time.monotonic() - start < 3
+    check_dead(llm)
+
+
+def test_rank_0_fails_to_load(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "ModelRunner", lambda *_: fail())
+    with pytest.raises(StepError):
+        make_llm(tiny_qwen3)
+
+
+def test_exit_with_a_worker_that_is_stopped(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even with a ring that is full of what it has not read."""
+    monkeypatch.setattr(executor, "EXIT_SECONDS", 1.0)
+    llm = make_llm(tiny_qwen3)
+    assert isinstance(llm._runner, TensorParallelExecutor)
+    kill(parts(llm)[1][0], signal.SIGSTOP)
+    for _ in range(NUM_SLOTS):
+        llm._runner._workers.send(b"unread")
+    start = time.monotonic()
+    llm.exit()
+    assert time.monotonic() - start < 3
+
+
+def test_engine_without_references_ends_even_in_another_ones_step(
+    tiny_qwen3: Path, expected: list[list[int]]
+) -> None:
+    llm, other = (make_llm(tiny_qwen3) for _ in range(2))
+    worker, others_worker = (psutil.Process(parts(x)[1][0].process.pid) for x in (llm, other))
+    other.itself = other  # type: ignore[attr-defined]
+    del other
+    assert others_worker.is_running()
+    at_call(parts(llm)[0].model.model.layers[0], 2, gc.collect)
+    assert greedy_ids(llm, PROMPTS, NUM_TOKENS) == expected
+    assert not others_worker.is_running()
+    assert worker.is_running()
+    del llm
+    assert not worker.is_running()

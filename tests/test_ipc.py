@@ -1,0 +1,218 @@
+"""The ring between processes: nothing is lost, torn, reordered or overwritten, whoever is slow."""
+
+import hashlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from nanovllm.engine.ipc import NUM_SLOTS, SLOT_BYTES, SLOT_HEADER_BYTES, Channel, Receiver, Sender
+
+NUM, ROOM = 4, 64  # slots, and payload bytes in each
+
+
+class StopWaitingError(Exception):
+    """What a check raises here."""
+
+
+def patient() -> None:
+    """A check that lets it wait."""
+
+
+def give_up() -> None:
+    raise StopWaitingError
+
+
+def small_sender(num_receivers: int) -> Sender:
+    return Sender(num_receivers, NUM, ROOM + SLOT_HEADER_BYTES)
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    """For one receiver."""
+    sender = small_sender(1)
+    yield sender
+    sender.close()
+
+
+def receive_all(
+    channel: Channel, index: int, count: int, pause: float, delay: float, pipe: Connection
+) -> None:
+    """A receiver's process: `delay` before the first message, `pause` after each; sends back what
+    it got, or the digests of large messages."""
+    receiver = Receiver(channel, index)
+    pipe.send("there")
+    time.sleep(delay)
+    got: list[bytes] = []
+    for _ in range(count):
+        got.append(digest(receiver.receive()))
+        time.sleep(pause)
+    receiver.close()
+    pipe.send(got)
+
+
+def digest(message: bytes) -> bytes:
+    return message if len(message) < 1000 else hashlib.sha256(message).digest()
+
+
+@contextmanager
+def receivers(
+    sender: Sender, count: int, pauses: list[float], delay: float = 0, method: str = "fork"
+) -> Iterator[list[Connection]]:
+    """Processes that receive `count` messages each; their results come through the pipes."""
+    context = get_context(method)
+    processes, pipes = [], []
+    for index, pause in enumerate(pauses):
+        pipe, theirs = context.Pipe()
+        args = (sender.channel, index, count, pause, delay, theirs)
+        processes.append(context.Process(target=receive_all, args=args, daemon=True))
+        processes[-1].start()
+        pipes.append(pipe)
+    try:
+        for pipe in pipes:
+            assert pipe.recv() == "there"
+        yield pipes
+        for process in processes:
+            process.join(30)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def result(pipe: Connection) -> list[bytes]:
+    assert pipe.poll(60), "the receiver is not done"
+    got: list[bytes] = pipe.recv()
+    return got
+
+
+def messages_of_all_sizes() -> list[bytes]:
+    """Around the sizes of a slot and of all slots, empty ones included, in random order."""
+    sizes = [0, 1, ROOM - 1, ROOM, ROOM + 1, 2 * ROOM, NUM * ROOM, NUM * ROOM + 1, 9 * NUM * ROOM]
+    rng = random.Random(0)
+    return [rng.randbytes(size) for size in rng.sample(sizes * 6, 6 * len(sizes))]
+
+
+def test_three_receivers_of_different_speed_get_everything_in_order() -> None:
+    messages = messages_of_all_sizes()
+    sender = small_sender(3)
+    with receivers(sender, len(messages), [0, 0.001, 0.01]) as pipes:
+        for message in messages:
+            sender.send(message, patient)
+        for pipe in pipes:
+            assert result(pipe) == [digest(message) for message in messages]
+    sender.close()
+
+
+def test_spawned_receiver_and_messages_larger_than_the_whole_segment() -> None:
+    sender = Sender(1)
+    larger = random.Random(1).randbytes(3 * NUM_SLOTS * SLOT_BYTES + 12345)
+    messages = [b"first", larger, b"", larger[::-1], b"last"]
+    with receivers(sender, len(messages), [0], method="spawn") as (pipe,):
+        for message in messages:
+            sender.send(message, patient)
+        assert result(pipe) == [digest(message) for message in messages]
+    sender.close()
+
+
+def test_commands_in_a_row_wait_for_a_sleeping_receiver(sender: Sender) -> None:
+    """Nothing unread is overwritten: the sender waits, and only once the ring is full."""
+    messages = [f"command {i}".encode() for i in range(3000)]
+    waits: list[float] = []
+    with receivers(sender, len(messages), [0], delay=0.3) as (pipe,):
+        start = time.monotonic()
+        for message in messages[:NUM]:
+            sender.send(message, give_up)
+        for message in messages[NUM:]:
+            sender.send(message, lambda: waits.append(time.monotonic() - start))
+        assert waits[-1] > 0.2
+        assert result(pipe) == messages
+
+
+def test_two_channels_at_once() -> None:
+    senders = [small_sender(1), small_sender(2)]
+    assert senders[0].channel.fd != senders[1].channel.fd
+    messages = [[f"{channel}: {i}".encode() * 20 for i in range(50)] for channel in "ab"]
+    with receivers(senders[0], 50, [0]) as first, receivers(senders[1], 50, [0, 0.002]) as second:
+        for a, b in zip(*messages, strict=True):
+            senders[0].send(a, patient)
+            senders[1].send(b, patient)
+        assert result(first[0]) == messages[0]
+        assert [result(pipe) for pipe in second] == [messages[1]] * 2
+    for sender in senders:
+        sender.close()
+
+
+def test_random_interleaving_in_one_process(sender: Sender) -> None:
+    """Against a list as the model; a check that raises leaves the channel usable."""
+    rng = random.Random(2)
+    receiver = Receiver(sender.channel, 0)
+    unread: list[bytes] = []
+    for step in range(2000):
+        if rng.random() < 0.5:
+            message = str(step).encode()
+            with pytest.raises(StopWaitingError) if len(unread) == NUM else nullcontext():
+                sender.send(message, give_up)
+                unread.append(message)
+        else:
+            with nullcontext() if unread else pytest.raises(StopWaitingError):
+                assert receiver.receive(give_up) == unread.pop(0)
+    receiver.close()
+
+
+def test_check_ends_a_wait(sender: Sender) -> None:
+    receiver = Receiver(sender.channel, 0)
+    calls: list[int] = []
+
+    def third_time() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise StopWaitingError
+
+    with pytest.raises(StopWaitingError):
+        receiver.receive(third_time)
+    assert len(calls) == 3
+    calls.clear()
+    for _ in range(NUM):
+        sender.send(b"", third_time)
+    assert not calls, "there was room"
+    with pytest.raises(StopWaitingError):
+        sender.send(b"", third_time)
+    assert len(calls) == 3
+    receiver.close()
+
+
+def test_memory_has_no_name_and_ends_with_its_users() -> None:
+    """So there is nothing to leave behind, and nobody else can open it."""
+    sender = small_sender(1)
+    receiver = Receiver(sender.channel, 0)
+    fd = os.dup(sender.channel.fd)
+    assert os.fstat(fd).st_nlink == 0
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    assert path in Path("/proc/self/maps").read_text()
+    for close in (receiver.close, sender.close) * 2:
+        close()
+    os.close(fd)
+    assert path not in Path("/proc/self/maps").read_text()
+    assert path not in map(os.readlink, links(Path("/proc/self/fd")))
+
+
+def links(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_symlink()]
+
+
+def test_close_after_an_interrupted_message(sender: Sender) -> None:
+    receiver = Receiver(sender.channel, 0)
+    with pytest.raises(StopWaitingError) as kept:  # with the frames that were interrupted
+        sender.send(bytes(2 * NUM * ROOM), give_up)
+    with pytest.raises(StopWaitingError):
+        receiver.receive(give_up)
+    receiver.close()
+    sender.close()
+    assert kept.value.__traceback__ is not None

@@ -1,0 +1,172 @@
+"""A user's script on two ranks: however it ends, no process and no directory is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests" / "parallel_script.py"
+UNGUARDED = """
+import sys
+from nanovllm import LLM
+print("starting", flush=True)
+llm = LLM(sys.argv[1], device="cpu", max_model_len=64, tensor_parallel_size=2)
+"""
+SECONDS = 10.0  # within which all must be gone
+Run = Callable[..., "Script"]
+
+
+def until(is_so: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "too late"
+        time.sleep(0.1)
+
+
+class Script:
+    """A running script in a session of its own, as in a terminal."""
+
+    def __init__(self, args: list[str], directory: Path) -> None:
+        self.directory = directory
+        self.log = directory / "stderr"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *args],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+
+    def wait_for(self, line: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().rstrip() == line, self.log.read_text()
+
+    def workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def check_gone(self) -> str:
+        """Nothing is left, within the time; returns what it wrote to stderr."""
+        start = time.monotonic()
+        self.process.communicate(timeout=SECONDS)
+        until(lambda: not self.session(), SECONDS - (time.monotonic() - start))
+        assert not list(self.directory.glob("nanovllm-*"))
+        return self.log.read_text()
+
+    def session(self) -> list[int]:
+        return [pid for pid in psutil.pids() if session_of(pid) == self.process.pid]
+
+
+def session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+@pytest.fixture
+def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
+    """Starts the script on the tiny model, to do what it is told."""
+    scripts: list[Script] = []
+
+    def start(what: str = "", script: str | Path = SCRIPT) -> Script:
+        scripts.append(Script([*str(script).split("\0"), str(tiny_qwen3), what], tmp_path))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        for pid in script.session():
+            os.kill(pid, signal.SIGKILL)
+        script.process.wait()
+
+
+def start(run: Run, what: str) -> Script:
+    """The script, about to do what it is told."""
+    script = run(what)
+    for line in ("starting", "ready"):
+        script.wait_for(line)
+    return script
+
+
+def start_loading(run: Run, seconds: float) -> Script:
+    """The script, with workers that began so long ago."""
+    script = run("fail")
+    script.wait_for("starting")
+    until(script.workers, 60)
+    time.sleep(seconds)
+    return script
+
+
+def test_ends_without_exit_and_needs_no_guard_where_there_is_no_file(run: Run) -> None:
+    script = run(script=f"-c\0{UNGUARDED}")
+    assert script.check_gone() == ""
+    assert script.process.returncode == 0
+
+
+def test_without_guard_it_is_told_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "unguarded.py").write_text(UNGUARDED)
+    script = run(script=tmp_path / "unguarded.py")
+    until(lambda: script.process.poll() is not None, 60)
+    output, _ = script.process.communicate()
+    assert output.splitlines() == ["starting"] * 2, "the worker got no further"
+    errors = script.check_gone()
+    assert 'put its main part under `if __name__ == "__main__":`' in errors
+    assert "RankDiedError: tensor-parallel rank 1 ended with exit code 1" in errors
+    assert script.process.returncode == 1
+
+
+@pytest.mark.parametrize("seconds", [0, 1.2])
+def test_ctrl_c_while_loading(run: Run, seconds: float) -> None:
+    script = start_loading(run, seconds)
+    script.ctrl_c()
+    errors = script.check_gone()
+    assert script.process.returncode == -signal.SIGINT
+    assert errors.count("Traceback (most recent call last)") == 1, "workers have nothing to say"
+
+
+@pytest.mark.parametrize("what", ["generate", "sleep"])
+def test_ctrl_c(run: Run, what: str) -> None:
+    script = start(run, what)
+    script.ctrl_c()
+    errors = script.check_gone()
+    assert script.process.returncode == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert errors.count("Traceback (most recent call last)") == 1
+
+
+def test_second_ctrl_c_where_a_step_hangs(run: Run) -> None:
+    """The first is for the end of the step."""
+    script = start(run, "generate")
+    (worker,) = script.workers()
+    worker.suspend()
+    script.ctrl_c()
+    time.sleep(0.5)
+    assert script.process.poll() is None
+    script.ctrl_c()
+    script.check_gone()
+    assert script.process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("what", ["generate", "sleep"])
+def test_parent_killed(run: Run, what: str) -> None:
+    script = start(run, what)
+    script.process.kill()
+    script.check_gone()
+
+
+def test_parent_killed_while_loading(run: Run) -> None:
+    script = start_loading(run, 0.5)
+    script.process.kill()
+    script.check_gone()

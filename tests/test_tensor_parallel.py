@@ -1,0 +1,267 @@
+"""Several ranks compute what one computes (fp32), whatever way the engine goes about it."""
+
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import executor
+from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.executor import TensorParallelExecutor
+from nanovllm.engine.ipc import Sender
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.utils.distributed import TPGroup
+from tests.checkpoints import make_checkpoint
+from tests.reference import greedy_ids
+
+NUM_TOKENS = 16
+Prompts = list[list[int]]
+
+
+def make_llm(checkpoint: Path, size: int, **config: Any) -> LLM:
+    defaults = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 512}
+    return LLM(str(checkpoint), device="cpu", tensor_parallel_size=size, **(defaults | config))
+
+
+def mixed_params(count: int) -> list[SamplingParams]:
+    """Greedy and sampled in turns; the sampled with a seed each."""
+    return [
+        SamplingParams(temperature=0.9 * (i % 2), max_tokens=NUM_TOKENS, ignore_eos=True, seed=i)
+        for i in range(count)
+    ]
+
+
+def ids(llm: LLM, prompts: Prompts) -> Prompts:
+    outputs = llm.generate(list(prompts), mixed_params(len(prompts)), use_tqdm=False)
+    return [output["token_ids"] for output in outputs]
+
+
+def ids_of_one_rank(checkpoint: Path, prompts: Prompts) -> Prompts:
+    with make_llm(checkpoint, 1, enable_prefix_caching=False, async_scheduling=False) as llm:
+        return ids(llm, prompts)
+
+
+def parallel(llm: LLM) -> TensorParallelExecutor:
+    assert isinstance(llm._runner, TensorParallelExecutor)
+    return llm._runner
+
+
+def sent_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What goes to the workers from now on."""
+    sent: list[bytes] = []
+    workers = parallel(llm)._workers
+    send = workers.send
+    monkeypatch.setattr(workers, "send", lambda message: [sent.append(message), send(message)])
+    return sent
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_qwen3: Path) -> Iterator[LLM]:
+    """Two ranks that all tests share: the knobs that they turn are rank 0's alone."""
+    with make_llm(tiny_qwen3, 2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_qwen3: Path, ragged_prompts: Prompts) -> Prompts:
+    return ids_of_one_rank(tiny_qwen3, ragged_prompts)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("budget", [16384, 64, 7])
+def test_chunks_cache_hits_and_waiting_for_each_step(
+    pair: LLM,
+    budget: int,
+    is_async: bool,
+    ragged_prompts: Prompts,
+    expected: Prompts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of these runs is the only one with a cold prefix cache."""
+    monkeypatch.setattr(pair.scheduler, "max_num_batched_tokens", budget)
+    monkeypatch.setattr(pair.config, "async_scheduling", is_async)
+    sent = sent_batches(pair, monkeypatch)
+    assert ids(pair, ragged_prompts) == expected
+    batches: list[ScheduledBatch] = list(map(pickle.loads, sent))
+    assert max(batch.num_tokens for batch in batches) <= max(budget, len(ragged_prompts))
+    assert ids(pair, ragged_prompts) == expected
+
+
+def test_cold_prefix_cache_with_chunks(
+    tiny_qwen3: Path, ragged_prompts: Prompts, expected: Prompts, pair: LLM
+) -> None:
+    """Without one, too; and requests without seed draw as they do on one rank."""
+    one, two = (make_llm(tiny_qwen3, size, max_num_batched_tokens=50) for size in (1, 2))
+    unseeded = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, ignore_eos=True)
+    runs = [llm.generate(ragged_prompts[:4], unseeded, use_tqdm=False) for llm in (one, two)]
+    assert runs[0] == runs[1]
+    assert ids(two, ragged_prompts) == expected
+    two.exit()
+
+
+def test_preemption_small_blocks_and_messages_larger_than_the_segment(
+    tiny_qwen3: Path, ragged_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected_ids = ids_of_one_rank(tiny_qwen3, ragged_prompts[16:])
+    monkeypatch.setattr(executor, "Sender", partial(Sender, num_slots=3, slot_bytes=64))
+    with make_llm(tiny_qwen3, 2, kvcache_block_size=4, num_kvcache_blocks=36) as llm:
+        sent = sent_batches(llm, monkeypatch)
+        for _ in range(2):
+            assert ids(llm, ragged_prompts[16:]) == expected_ids
+        assert llm.scheduler.num_preemptions > 5
+        assert max(map(len, sent)) > 3 * 64 > min(map(len, sent))
+        llm.scheduler.block_manager.check_integrity([])
+
+
+def test_only_what_a_step_computes_crosses(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = list(range(2, 102))
+    greedy_ids(pair, [shared], 1)
+    sent = sent_batches(pair, monkeypatch)
+    greedy_ids(pair, [[*shared, 200 + i] for i in range(32)], 4)
+    prefill, *decodes = map(pickle.loads, sent)
+    assert [chunk.start for chunk in prefill.chunks] == [96] * 32
+    assert prefill.num_tokens == 32 * 5
+    assert len(decodes) == 3
+    assert all(len(batch.rows) == 32 for batch in decodes)
+    assert max(map(len, sent[1:])) < 500
+
+
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one K/V head for two ranks, uneven vocabulary": (
+        2,
+        {"num_key_value_heads": 1, "vocab_size": 509, "tie_word_embeddings": False},
+    ),
+    "biases, three ranks": (
+        3,
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "vocab_size": 509,
+            "attention_bias": True,
+        },
+    ),
+    "two K/V heads for four ranks": (4, {"vocab_size": 510, "attention_bias": True}),
+    "Qwen2": (2, {"architecture": "Qwen2ForCausalLM"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, tmp_path: Path, ragged_prompts: Prompts) -> None:
+    size, overrides = MODELS[name]
+    checkpoint = make_checkpoint(tmp_path, with_tokenizer=False, **overrides)
+    prompts = [[token % 509 for token in prompt] for prompt in ragged_prompts[:12]]
+    expected = ids_of_one_rank(checkpoint, prompts)
+    with make_llm(checkpoint, size, max_num_batched_tokens=200) as llm:
+        for _ in range(2):
+            assert ids(llm, prompts) == expected
+
+
+def capture_logits(module: nn.Module) -> list[torch.Tensor]:
+    captured: list[torch.Tensor] = []
+    module.register_forward_pre_hook(lambda _, args: captured.append(args[0].float()))
+    return captured
+
+
+def rank_0(llm: LLM) -> Any:
+    return parallel(llm)._runner
+
+
+def test_padding_never_wins_over_negative_logits(tmp_path: Path, ragged_prompts: Prompts) -> None:
+    """A row of zeros would: the hidden states' first entry is large, its weights are negative."""
+    checkpoint = make_checkpoint(
+        tmp_path, vocab_size=509, tie_word_embeddings=False, with_tokenizer=False
+    )
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = 1000
+    tensors["lm_head.weight"][:, 0] = -20
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    prompts = [[token % 509 for token in prompt] for prompt in ragged_prompts]
+    expected = ids_of_one_rank(checkpoint, prompts)
+    with make_llm(checkpoint, 2) as llm:
+        logits = capture_logits(rank_0(llm).sampler)
+        assert ids(llm, prompts) == expected
+    assert max(float(step.max()) for step in logits) < -50
+    assert max(token for completion in expected for token in completion) < 509
+
+
+def test_bfloat16(tmp_path: Path, ragged_prompts: Prompts) -> None:
+    checkpoint = make_checkpoint(tmp_path, dtype=torch.bfloat16, with_tokenizer=False)
+    one, two = (make_llm(checkpoint, size) for size in (1, 2))
+    assert one._runner is not None
+    samplers: list[Any] = [one._runner.sampler, rank_0(two).sampler]  # type: ignore[union-attr]
+    logits = list(map(capture_logits, samplers))
+    for llm in (one, two):
+        greedy_ids(llm, ragged_prompts[:8], NUM_TOKENS)
+    first, half = logits[0][0], logits[1][0]
+    assert half.shape == (8, 256)
+    torch.testing.assert_close(half, first[:, :256], atol=0.15, rtol=0.05)
+    two.exit()
+
+
+def test_two_engines_in_turns(
+    pair: LLM, tmp_path: Path, ragged_prompts: Prompts, expected: Prompts
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, seed=1, with_tokenizer=False)
+    expected_of = {0: expected[:8], 1: ids_of_one_rank(checkpoint, ragged_prompts[:8])}
+    assert expected_of[0] != expected_of[1]
+    with make_llm(checkpoint, 2) as other:
+        finished: list[dict[int, list[int]]] = [{}, {}]
+        for prompt, params in zip(ragged_prompts[:8], mixed_params(8), strict=True):
+            for llm in (pair, other):
+                llm.add_request(prompt, params)
+        while not (pair.is_finished() and other.is_finished()):
+            for llm, results in zip((pair, other), finished, strict=True):
+                results.update(llm.step()[0])
+    assert [list(results.values()) for results in map(sort_by_id, finished)] == [
+        expected_of[0],
+        expected_of[1],
+    ]
+
+
+def sort_by_id(results: dict[int, list[int]]) -> dict[int, list[int]]:
+    return dict(sorted(results.items()))
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "message"),
+    [
+        (3, {}, "num_attention_heads=4 does not divide by tensor_parallel_size=3"),
+        (2, {"intermediate_size": 97}, "intermediate_size=97 does not divide by .*_size=2"),
+        (
+            2,
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "num_key_value_heads=3 and tensor_parallel_size=2 do not divide one another",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_a_process_starts(
+    size: int,
+    overrides: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(executor.Workers, "start", lambda *_: pytest.fail("it has started"))
+    with pytest.raises(ValueError, match=message):
+        make_llm(make_checkpoint(tmp_path, with_tokenizer=False, **overrides), size)
+
+
+@pytest.mark.parametrize("vocab_size", [9, 16, 509, 512])
+def test_shares_cover_the_vocabulary(vocab_size: int) -> None:
+    hidden = torch.ones(2, 4)
+    for size in (1, 2, 3, 8):
+        seen: list[int] = []
+        for rank in range(size):
+            head = ParallelLMHead(TPGroup(rank, size), vocab_size, 4)
+            assert len(head.weight) * size >= vocab_size
+            nn.init.zeros_(head.weight)
+            is_padding = head(hidden).isinf().all(dim=0)
+            seen += [head.first_id + i for i in range(len(head.weight)) if not is_padding[i]]
+        assert seen == list(range(vocab_size))
