@@ -15,11 +15,12 @@ import psutil
 import pytest
 from torch import nn
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine import executor
-from nanovllm.engine.executor import RankDiedError, TensorParallelExecutor, Worker, Workers
+from nanovllm.engine import executor, workers
+from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.ipc import NUM_SLOTS
+from nanovllm.engine.workers import RankDiedError, Worker, Workers
 from nanovllm.utils.distributed import TPGroup
 from tests.reference import greedy_ids
 
@@ -117,8 +118,8 @@ def test_worker_killed_while_idle(tiny_qwen3: Path) -> None:
 def test_the_rank_that_died_first_is_named(victims: list[int], tiny_qwen3: Path) -> None:
     """The others end too, for want of it."""
     llm = make_llm(tiny_qwen3, 4)
-    runner, workers = parts(llm)
-    at_call(runner.model, 3, lambda: [kill(workers[rank - 1]) for rank in victims])
+    runner, others = parts(llm)
+    at_call(runner.model, 3, lambda: [kill(others[rank - 1]) for rank in victims])
     with pytest.raises(RankDiedError, match=rf"rank {victims} ended with exit code -9"):
         greedy_ids(llm, PROMPTS, NUM_TOKENS)
     check_dead(llm)
@@ -189,7 +190,7 @@ def test_exit_with_a_worker_that_is_stopped(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even with a ring that is full of what it has not read."""
-    monkeypatch.setattr(executor, "EXIT_SECONDS", 1.0)
+    monkeypatch.setattr(workers, "EXIT_SECONDS", 1.0)
     llm = make_llm(tiny_qwen3)
     assert isinstance(llm._runner, TensorParallelExecutor)
     kill(parts(llm)[1][0], signal.SIGSTOP)
@@ -212,5 +213,7 @@ def test_engine_without_references_ends_even_in_another_ones_step(
     assert greedy_ids(llm, PROMPTS, NUM_TOKENS) == expected
     assert not others_worker.is_running()
     assert worker.is_running()
+    llm.add_request(PROMPTS[0], SamplingParams())
+    llm.step()  # leaves a step in flight
     del llm
     assert not worker.is_running()

@@ -25,10 +25,12 @@ CONFINED = {
     "triton": ("kernels/",),
     "flash_attn": ("layers/attention_backends/",),
     "torch.distributed": ("utils/distributed.py",),
-    "multiprocessing": ("engine/executor.py", "engine/ipc.py"),
-    "torch.multiprocessing": ("engine/executor.py", "engine/ipc.py"),
+    "multiprocessing": ("engine/executor.py", "engine/workers.py", "engine/ipc.py"),
+    "torch.multiprocessing": (),
 }
-TORCH_FREE = [f"engine/{name}.py" for name in ("scheduler", "block_manager", "sequence", "batch")]
+TORCH_FREE = [
+    f"engine/{name}.py" for name in ("scheduler", "block_manager", "sequence", "batch", "ipc")
+]
 
 
 def name_of(module: Path) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import executor
+from nanovllm.engine import workers
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.ipc import Sender
@@ -56,9 +56,9 @@ def parallel(llm: LLM) -> TensorParallelExecutor:
 def sent_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What goes to the workers from now on."""
     sent: list[bytes] = []
-    workers = parallel(llm)._workers
-    send = workers.send
-    monkeypatch.setattr(workers, "send", lambda message: [sent.append(message), send(message)])
+    channel = parallel(llm)._workers
+    send = channel.send
+    monkeypatch.setattr(channel, "send", lambda message: [sent.append(message), send(message)])
     return sent
 
 
@@ -94,10 +94,9 @@ def test_chunks_cache_hits_and_waiting_for_each_step(
     assert ids(pair, ragged_prompts) == expected
 
 
-def test_cold_prefix_cache_with_chunks(
-    tiny_qwen3: Path, ragged_prompts: Prompts, expected: Prompts, pair: LLM
+def test_requests_without_seed_and_chunks_with_a_cold_prefix_cache(
+    tiny_qwen3: Path, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    """Without one, too; and requests without seed draw as they do on one rank."""
     one, two = (make_llm(tiny_qwen3, size, max_num_batched_tokens=50) for size in (1, 2))
     unseeded = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, ignore_eos=True)
     runs = [llm.generate(ragged_prompts[:4], unseeded, use_tqdm=False) for llm in (one, two)]
@@ -109,12 +108,13 @@ def test_cold_prefix_cache_with_chunks(
 def test_preemption_small_blocks_and_messages_larger_than_the_segment(
     tiny_qwen3: Path, ragged_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected_ids = ids_of_one_rank(tiny_qwen3, ragged_prompts[16:])
-    monkeypatch.setattr(executor, "Sender", partial(Sender, num_slots=3, slot_bytes=64))
+    prompts = ragged_prompts[16:]
+    expected = ids_of_one_rank(tiny_qwen3, prompts)
+    monkeypatch.setattr(workers, "Sender", partial(Sender, num_slots=3, slot_bytes=64))
     with make_llm(tiny_qwen3, 2, kvcache_block_size=4, num_kvcache_blocks=36) as llm:
         sent = sent_batches(llm, monkeypatch)
         for _ in range(2):
-            assert ids(llm, ragged_prompts[16:]) == expected_ids
+            assert ids(llm, prompts) == expected
         assert llm.scheduler.num_preemptions > 5
         assert max(map(len, sent)) > 3 * 64 > min(map(len, sent))
         llm.scheduler.block_manager.check_integrity([])
@@ -133,20 +133,11 @@ def test_only_what_a_step_computes_crosses(pair: LLM, monkeypatch: pytest.Monkey
     assert max(map(len, sent[1:])) < 500
 
 
+ONE_KV_HEAD = {"num_key_value_heads": 1, "vocab_size": 509}
+UNTIED = ONE_KV_HEAD | {"tie_word_embeddings": False}
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one K/V head for two ranks, uneven vocabulary": (
-        2,
-        {"num_key_value_heads": 1, "vocab_size": 509, "tie_word_embeddings": False},
-    ),
-    "biases, three ranks": (
-        3,
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 1,
-            "vocab_size": 509,
-            "attention_bias": True,
-        },
-    ),
+    "one K/V head for two ranks, uneven vocabulary, untied": (2, UNTIED),
+    "biases, three ranks": (3, ONE_KV_HEAD | {"num_attention_heads": 6, "attention_bias": True}),
     "two K/V heads for four ranks": (4, {"vocab_size": 510, "attention_bias": True}),
     "Qwen2": (2, {"architecture": "Qwen2ForCausalLM"}),
 }
@@ -163,29 +154,24 @@ def test_models(name: str, tmp_path: Path, ragged_prompts: Prompts) -> None:
             assert ids(llm, prompts) == expected
 
 
-def capture_logits(module: nn.Module) -> list[torch.Tensor]:
+def capture_logits(llm: LLM) -> list[torch.Tensor]:
+    """Rank 0's share of the logits of each step from now on."""
     captured: list[torch.Tensor] = []
-    module.register_forward_pre_hook(lambda _, args: captured.append(args[0].float()))
+    runner: Any = llm._runner if llm.config.tensor_parallel_size == 1 else parallel(llm)._runner
+    runner.sampler.register_forward_pre_hook(lambda _, args: captured.append(args[0].float()))
     return captured
-
-
-def rank_0(llm: LLM) -> Any:
-    return parallel(llm)._runner
 
 
 def test_padding_never_wins_over_negative_logits(tmp_path: Path, ragged_prompts: Prompts) -> None:
     """A row of zeros would: the hidden states' first entry is large, its weights are negative."""
-    checkpoint = make_checkpoint(
-        tmp_path, vocab_size=509, tie_word_embeddings=False, with_tokenizer=False
-    )
+    checkpoint = make_checkpoint(tmp_path, with_tokenizer=False, **UNTIED)
     tensors = load_file(checkpoint / "model.safetensors")
-    tensors["model.embed_tokens.weight"][:, 0] = 1000
-    tensors["lm_head.weight"][:, 0] = -20
+    tensors["model.embed_tokens.weight"][:, 0], tensors["lm_head.weight"][:, 0] = 1000, -20
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     prompts = [[token % 509 for token in prompt] for prompt in ragged_prompts]
     expected = ids_of_one_rank(checkpoint, prompts)
     with make_llm(checkpoint, 2) as llm:
-        logits = capture_logits(rank_0(llm).sampler)
+        logits = capture_logits(llm)
         assert ids(llm, prompts) == expected
     assert max(float(step.max()) for step in logits) < -50
     assert max(token for completion in expected for token in completion) < 509
@@ -194,9 +180,7 @@ def test_padding_never_wins_over_negative_logits(tmp_path: Path, ragged_prompts:
 def test_bfloat16(tmp_path: Path, ragged_prompts: Prompts) -> None:
     checkpoint = make_checkpoint(tmp_path, dtype=torch.bfloat16, with_tokenizer=False)
     one, two = (make_llm(checkpoint, size) for size in (1, 2))
-    assert one._runner is not None
-    samplers: list[Any] = [one._runner.sampler, rank_0(two).sampler]  # type: ignore[union-attr]
-    logits = list(map(capture_logits, samplers))
+    logits = [capture_logits(llm) for llm in (one, two)]
     for llm in (one, two):
         greedy_ids(llm, ragged_prompts[:8], NUM_TOKENS)
     first, half = logits[0][0], logits[1][0]
@@ -209,24 +193,21 @@ def test_two_engines_in_turns(
     pair: LLM, tmp_path: Path, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, seed=1, with_tokenizer=False)
-    expected_of = {0: expected[:8], 1: ids_of_one_rank(checkpoint, ragged_prompts[:8])}
+    prompts = ragged_prompts[:8]
+    expected_of = [expected[:8], ids_of_one_rank(checkpoint, prompts)]
     assert expected_of[0] != expected_of[1]
     with make_llm(checkpoint, 2) as other:
         finished: list[dict[int, list[int]]] = [{}, {}]
-        for prompt, params in zip(ragged_prompts[:8], mixed_params(8), strict=True):
+        for request in zip(prompts, mixed_params(8), strict=True):
             for llm in (pair, other):
-                llm.add_request(prompt, params)
+                llm.add_request(*request)
         while not (pair.is_finished() and other.is_finished()):
             for llm, results in zip((pair, other), finished, strict=True):
                 results.update(llm.step()[0])
-    assert [list(results.values()) for results in map(sort_by_id, finished)] == [
-        expected_of[0],
-        expected_of[1],
-    ]
+    assert [[ids for _, ids in sorted(results.items())] for results in finished] == expected_of
 
 
-def sort_by_id(results: dict[int, list[int]]) -> dict[int, list[int]]:
-    return dict(sorted(results.items()))
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +217,7 @@ def sort_by_id(results: dict[int, list[int]]) -> dict[int, list[int]]:
         (2, {"intermediate_size": 97}, "intermediate_size=97 does not divide by .*_size=2"),
         (
             2,
-            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            SIX_HEADS,
             "num_key_value_heads=3 and tensor_parallel_size=2 do not divide one another",
         ),
     ],
@@ -248,9 +229,10 @@ def test_what_does_not_divide_is_refused_before_a_process_starts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(executor.Workers, "start", lambda *_: pytest.fail("it has started"))
+    monkeypatch.setattr(workers.Workers, "start", lambda *_: pytest.fail("it has started"))
+    checkpoint = make_checkpoint(tmp_path, with_tokenizer=False, **overrides)
     with pytest.raises(ValueError, match=message):
-        make_llm(make_checkpoint(tmp_path, with_tokenizer=False, **overrides), size)
+        make_llm(checkpoint, size)
 
 
 @pytest.mark.parametrize("vocab_size", [9, 16, 509, 512])

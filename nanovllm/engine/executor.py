@@ -2,43 +2,21 @@
 
 Every rank gets the same scheduled batches in the same order and keeps the same row state; ids are
 read on rank 0 alone. A step that fails on any rank ends the engine: the ranks could not be brought
-into step again. Workers end when they are told to, when the pipe to the parent ends, or by force.
+into step again.
 """
 
-import os
 import pickle
-import shutil
-import signal
-import tempfile
-import time
-import traceback
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
-from multiprocessing import current_process, get_context, parent_process, resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing import current_process
 from multiprocessing.util import Finalize
-from pathlib import Path
-from threading import Thread
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
-from nanovllm.engine.ipc import Channel, Receiver, Sender
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.workers import RankDiedError, Workers
 from nanovllm.models import model_class
 from nanovllm.utils.distributed import PeerLostError, TPGroup
-
-EXIT_SECONDS = 5.0  # for a worker to end by itself, then again by force
-CAUSE_SECONDS = 5.0  # for the news of a worker's end to arrive after its connections have closed
-POLL_SECONDS = 0.05
-EXIT = b""  # the message that ends a worker
-
-
-class RankDiedError(RuntimeError):
-    """A worker process ended or failed; the engine cannot go on."""
 
 
 class TensorParallelExecutor:
@@ -75,152 +53,16 @@ class TensorParallelExecutor:
 
     def _fail(self, error: BaseException) -> None:
         """Ends all ranks; if another rank's end is behind `error`, raises that instead."""
-        is_consequence = isinstance(error, PeerLostError | RankDiedError)
-        cause = self._workers.wait_for_cause() if is_consequence else None
-        runner, self._runner = self._runner, None
-        self._workers.end(gently=False)
-        del runner  # not before: it waits for its last collective, which now fails
+        cause = None
+        try:
+            if isinstance(error, PeerLostError | RankDiedError):
+                cause = self._workers.wait_for_cause()
+        finally:
+            runner, self._runner = self._runner, None
+            self._workers.end(gently=False)
+            del runner  # not before: it waits for its last collective, which now fails
         if cause is not None and cause is not error:
             raise cause from None
-
-
-class Worker:
-    """The parent's side of one worker process, and what has become of it."""
-
-    def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
-        self.rank = rank
-        self.process = process
-        self.pipe = pipe
-        self.is_ready = False
-        self.failure: RankDiedError | None = None
-        self.has_lost_peer = False
-
-    def look(self) -> None:
-        """Takes note of what it has sent and whether it has ended."""
-        report = ""
-        has_ended = not self.process.is_alive()  # asked first: what it sent before is then there
-        try:
-            while not report and self.pipe.poll():
-                report, self.has_lost_peer = self.pipe.recv()
-                self.is_ready = True
-        except (EOFError, OSError):
-            has_ended = True
-        if self.failure is None and (has_ended or report):
-            self.process.join(EXIT_SECONDS)
-            self.failure = RankDiedError(
-                f"tensor-parallel rank {self.rank} ended with exit code {self.process.exitcode}"
-                + (f": it raised\n{report}" if report else "; its output may say why")
-            )
-
-
-class Workers:
-    """Ranks 1 to N-1 and what this process shares with them."""
-
-    def __init__(self) -> None:
-        self._workers: list[Worker] = []
-        self._sender: Sender | None = None
-        self._directory: str | None = None
-
-    def start(self, config: Config) -> TPGroup:
-        """Spawns the workers; returns the group of all ranks."""
-        size = config.tensor_parallel_size
-        self._sender = Sender(size - 1)
-        self._directory = tempfile.mkdtemp(prefix="nanovllm-")
-        store_file = os.path.join(self._directory, "store")
-        context = get_context("spawn")
-        for rank in range(1, size):
-            pipe, workers_pipe = context.Pipe()
-            process = context.Process(
-                target=worker_main,
-                args=(config, rank, store_file, self._sender.channel, workers_pipe),
-                name=f"nanovllm-rank-{rank}",
-                daemon=True,
-            )
-            self._workers.append(Worker(rank, process, pipe))
-            with _interrupts_blocked():
-                process.start()
-            workers_pipe.close()  # the worker's copy is the only one: its end is the worker's end
-        while not all(worker.is_ready for worker in self._workers):
-            self.check()
-            time.sleep(POLL_SECONDS)
-        group = self._connect(size, store_file)
-        shutil.rmtree(self._directory)  # all have met: should we be killed now, nothing is left
-        return group
-
-    def _connect(self, size: int, store_file: str) -> TPGroup:
-        """In a thread, so as to notice Ctrl-C, and a worker that ends before it is there."""
-        future: Future[TPGroup] = Future()
-
-        def connect() -> None:
-            try:
-                future.set_result(TPGroup.connect(0, size, store_file))
-            except BaseException as error:
-                future.set_exception(error)
-
-        Thread(target=connect, daemon=True).start()
-        while not future.done():
-            self.check()
-            wait([future], POLL_SECONDS)
-        return future.result()
-
-    def send(self, message: bytes) -> None:
-        assert self._sender is not None
-        self._sender.send(message, self.check)
-
-    def check(self) -> None:
-        """Raises `RankDiedError` once a worker has ended."""
-        failures = self._failures()
-        if failures:
-            raise failures[0]
-
-    def wait_for_cause(self) -> RankDiedError | None:
-        """A worker's end that explains why others are lost, given time to come to light."""
-        deadline = time.monotonic() + CAUSE_SECONDS
-        while not self._failures(of_their_own=True) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return next(iter(self._failures(of_their_own=True) + self._failures()), None)
-
-    def _failures(self, of_their_own: bool = False) -> list[RankDiedError]:
-        for worker in self._workers:
-            worker.look()
-        return [
-            worker.failure
-            for worker in self._workers
-            if worker.failure is not None and not (of_their_own and worker.has_lost_peer)
-        ]
-
-    def end(self, gently: bool = True) -> None:
-        """Ends the workers and removes what was shared; by force those that have not ended within
-        their time, all if not `gently` or on Ctrl-C. Idempotent."""
-        try:
-            if gently and not self._failures():
-                self._ask_to_exit()
-        finally:
-            processes = [w.process for w in self._workers if w.process.pid is not None]
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join(EXIT_SECONDS)
-            for worker in self._workers:
-                worker.pipe.close()
-            self._workers.clear()
-            if self._sender is not None:
-                self._sender.close()
-            if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _ask_to_exit(self) -> None:
-        deadline = time.monotonic() + EXIT_SECONDS
-
-        def check() -> None:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-
-        if self._sender is not None and self._workers:
-            with suppress(TimeoutError):
-                self._sender.send(EXIT, check)
-        for worker in self._workers:
-            worker.process.join(max(deadline - time.monotonic(), 0))
 
 
 def _check(config: Config) -> None:
@@ -233,49 +75,3 @@ def _check(config: Config) -> None:
     with torch.device("meta"):  # shapes alone
         group = TPGroup(0, config.tensor_parallel_size)
         model_class(config.hf_config)(config.hf_config, group, tie_word_embeddings=True)
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """A process started here never gets a Ctrl-C: it is the parent's to handle."""
-    resource_tracker.ensure_running()  # process.start() would, and then unblock them
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def worker_main(
-    config: Config, rank: int, store_file: str, channel: Channel, pipe: Connection
-) -> None:
-    """A worker process: says that it is there, builds its runner, launches what it receives."""
-    watcher = Thread(target=_exit_with_parent, args=(pipe, Path(store_file).parent), daemon=True)
-    watcher.start()
-    size = config.tensor_parallel_size
-    try:
-        torch.set_num_threads(max(torch.get_num_threads() // size, 1))
-        receiver = Receiver(channel, rank - 1)
-        pipe.send(("", False))
-        runner = ModelRunner(config, TPGroup.connect(rank, size, store_file))
-        while message := receiver.receive():
-            runner.launch(pickle.loads(message))
-        runner.exit()
-    except BaseException as error:
-        try:
-            pipe.send((traceback.format_exc(), isinstance(error, PeerLostError)))
-        except OSError:  # the parent has gone
-            watcher.join()
-        os._exit(1)
-    os._exit(0)  # rather than take apart, for a second, what ends with the process
-
-
-def _exit_with_parent(pipe: Connection, directory: Path) -> None:
-    """Ends this process with its parent, whatever the main thread waits for."""
-    parent = parent_process()
-    assert parent is not None
-    with suppress(OSError):  # nothing is ever sent; children of the parent's may hold the pipe too
-        while not pipe.poll(1) and os.getppid() == parent.pid:
-            pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)

@@ -79,4 +79,6 @@ class TPGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self.rank} of {self.size} lost another one") from error
+            raise PeerLostError(
+                f"rank {self.rank} of {self.size} has lost another: it ended, or hangs"
+            ) from error
