@@ -105,8 +105,9 @@ def test_worker_killed_in_a_step_and_a_new_engine(
     check_dead(llm)
 
 
-def test_worker_killed_while_idle(tiny_qwen3: Path) -> None:
+def test_worker_killed_while_idle(tiny_qwen3: Path, tmp_path: Path) -> None:
     llm = make_llm(tiny_qwen3)
+    assert not list(tmp_path.iterdir()), "all ranks could be killed now"
     kill(parts(llm)[1][0], signal.SIGTERM)
     time.sleep(0.2)
     with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code -15"):
@@ -137,11 +138,12 @@ def test_worker_that_raises(tiny_qwen3: Path) -> None:
 def test_worker_killed_between_hello_and_meeting(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is not there to be met, so the wait must notice."""
     connect = Workers._connect
 
-    def kill_first(self: Workers, *args: Any) -> TPGroup:
+    def kill_first(self: Workers, size: int, store_file: str) -> TPGroup:
         kill(self._workers[0])
-        return connect(self, *args)
+        return connect(self, size, f"{store_file}-of-nobody")
 
     monkeypatch.setattr(Workers, "_connect", kill_first)
     start = time.monotonic()

@@ -136,14 +136,23 @@ def test_ctrl_c_while_loading(run: Run, seconds: float) -> None:
     assert errors.count("Traceback (most recent call last)") == 1, "workers have nothing to say"
 
 
-@pytest.mark.parametrize("what", ["generate", "sleep"])
-def test_ctrl_c(run: Run, what: str) -> None:
-    script = start(run, what)
+def test_ctrl_c_in_generate(run: Run) -> None:
+    script = start(run, "generate")
     script.ctrl_c()
     errors = script.check_gone()
     assert script.process.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_ctrl_c_while_idle(run: Run, is_stopped: bool) -> None:
+    script = start(run, "sleep")
+    if is_stopped:  # a worker that does not end by itself
+        script.workers()[0].suspend()
+    script.ctrl_c()
+    script.check_gone()
+    assert script.process.returncode == -signal.SIGINT
 
 
 def test_second_ctrl_c_where_a_step_hangs(run: Run) -> None:
