@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.reduction import DupFd
+from multiprocessing import reduction
 from threading import Lock
 from typing import Any
 
@@ -47,7 +47,7 @@ class Channel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         sizes = (self.num_receivers, self.num_slots, self.slot_bytes)
-        return _channel_in_another_process, (DupFd(self.fd), *sizes)
+        return _channel_in_another_process, (reduction.DupFd(self.fd), *sizes)
 
 
 def _channel_in_another_process(fd: Any, *sizes: int) -> Channel:
