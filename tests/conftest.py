@@ -11,13 +11,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-# A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+# A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
