@@ -1,0 +1,149 @@
+"""nanovllm against Hugging Face `generate` on the CPU: tokens per second of both, and their ratio.
+
+Run: python benchmarks/cpu.py --model DIR [--batch 8] [--tokens 64] [--threads N] [--repeats 3]
+
+Decode: a batch of chat prompts, greedy, as many new tokens each whatever they are; completion
+tokens over the wall time of the whole call. Prefill: one prompt of `--prefill` random ids and one
+new token; prompt tokens over the wall time. Both engines run in this process, on the same threads
+and in turns, so that what else the machine does falls on both; the best run of each counts.
+"""
+
+import argparse
+import platform
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from nanovllm import LLM, SamplingParams
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Explain to a child why the sky is blue in the day and red in the evening.",
+    "List three colours.",
+    "Who wrote Pride and Prejudice, and what is the novel about?",
+    "My bread comes out dense and flat, though the starter doubles in six hours and the dough "
+    "rests overnight in the fridge. What should I change first?",
+    "Describe how a bicycle stays upright.",
+    "Plan a weekend in Rome for two people who like food more than museums.",
+)
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts, new tokens -> completions
+
+
+class HuggingFace:
+    """One padded batch through `generate`."""
+
+    def __init__(self, model: str, dtype: torch.dtype) -> None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+        self.model = loaded.to(dtype).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        out = self.model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+        )
+        completions: list[list[int]] = out[:, longest:].tolist()
+        return completions
+
+
+class NanoVLLM:
+    """Without its prefix cache, which would spare it the prefill from the second run on."""
+
+    def __init__(self, model: str, dtype: str, batch: int) -> None:
+        self.llm = LLM(
+            model, device="cpu", dtype=dtype, max_num_seqs=batch, enable_prefix_caching=False
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        outputs = self.llm.generate(list(prompts), params, use_tqdm=False)
+        return [output["token_ids"] for output in outputs]
+
+
+def chat_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+    """The questions in turn through the chat template, or bare where there is none."""
+    texts = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+    if tokenizer.chat_template:
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        template = partial(tokenizer.apply_chat_template, tokenize=False)
+        texts = [str(template(turn, add_generation_prompt=True)) for turn in turns]
+    return [list(tokenizer.encode(text)) for text in texts]
+
+
+def race(
+    engines: Mapping[str, Generate], prompts: list[list[int]], num_tokens: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each engine's runs, in turns, after one run of each to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for repeat in range(-1, repeats):
+        for name, generate in engines.items():
+            start = perf_counter()
+            completions = generate(prompts, num_tokens)
+            elapsed = perf_counter() - start
+            assert [len(ids) for ids in completions] == [num_tokens] * len(prompts)
+            if repeat >= 0:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere platform knows
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def report(what: str, num_tokens: int, seconds: dict[str, list[float]]) -> None:
+    rates = {name: num_tokens / min(runs) for name, runs in seconds.items()}
+    hugging_face, ours = rates.values()
+    line = ", ".join(f"{name} {rate:.1f} tok/s" for name, rate in rates.items())
+    print(f"{what}: {line}, ratio {ours / hugging_face:.2f}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=str(__doc__).splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="checkpoint directory with a tokenizer")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--batch", type=int, default=8, help="prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt")
+    parser.add_argument("--prefill", type=int, default=512, help="prompt of the prefill, in tokens")
+    parser.add_argument("--threads", type=int, help="of torch; without it, what torch takes")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each engine")
+    args = parser.parse_args(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    about = [cpu_name(), f"threads {torch.get_num_threads()}", f"torch {torch.__version__}"]
+    print(*about, f"transformers {transformers.__version__}", args.dtype, sep=", ", flush=True)
+    hugging_face = HuggingFace(args.model, getattr(torch, args.dtype))
+    ours = NanoVLLM(args.model, args.dtype, args.batch)
+    engines = {"transformers": hugging_face.generate, "nanovllm": ours.generate}
+    prompts = chat_prompts(AutoTokenizer.from_pretrained(args.model), args.batch)
+    seconds = race(engines, prompts, args.tokens, args.repeats)
+    report(f"decode {args.batch} x {args.tokens}", args.batch * args.tokens, seconds)
+    vocab_size = ours.llm.config.hf_config.vocab_size
+    prompt = random.Random(0).choices(range(vocab_size), k=args.prefill)
+    report(f"prefill {args.prefill}", args.prefill, race(engines, [prompt], 1, args.repeats))
+
+
+if __name__ == "__main__":
+    main()
