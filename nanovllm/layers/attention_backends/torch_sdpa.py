@@ -1,16 +1,38 @@
 """Attention in plain torch over gathered pages: any device, and the oracle of every other backend.
 
-One sequence at a time, no padding, no mask tricks: slow and plainly right.
+Prefill takes one sequence at a time, without padding. Decode takes a few sequences of similar
+length at a time: what is short of the longest is padded with its own first token, and masked.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.utils.context import Context
 
+GROUP_SIZE = 16  # bounds a decode group's gathered K/V: at most so many times the longest sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences that decode together, g of them, the longest of `length` tokens.
+
+    rows: int64 [g], which of the step's sequences.
+    slots: int64 [g * length], where their tokens' K/V is.
+    mask: [g, 1, 1, length], to be added to the scores: 0 for a token, -inf for padding.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor
+
 
 class TorchBackend:
     name = "torch"
+
+    def __init__(self) -> None:
+        self._groups: tuple[Context | None, list[_Group]] = (None, [])  # of the latest decode step
 
     def prefill(
         self,
@@ -42,20 +64,50 @@ class TorchBackend:
         scale: float,
         context: Context,
     ) -> torch.Tensor:
-        assert context.block_tables is not None
+        if self._groups[0] is not context:  # every layer of a step passes the same object
+            self._groups = context, _decode_groups(context, k_cache.shape[1], q.dtype)
+        num_kv_heads = k_cache.shape[2]
+        k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         out = torch.zeros_like(q)
-        for i, len_k in enumerate(context.context_lens.tolist()):
-            if len_k:
-                keys = _gather(k_cache, context.block_tables[i], len_k)
-                values = _gather(v_cache, context.block_tables[i], len_k)
-                out[i : i + 1] = _attend(q[i : i + 1], keys, values, scale)
+        for group in self._groups[1]:
+            # The queries that share a K/V head are to it as queries of one sequence.
+            queries = q.index_select(0, group.rows).unflatten(1, (num_kv_heads, -1))
+            keys, values = (
+                cache.index_select(0, group.slots)
+                .unflatten(0, (len(group.rows), -1))
+                .transpose(1, 2)  # [g, kv_heads, length, head_dim]
+                for cache in (k_cache, v_cache)
+            )
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=group.mask, scale=scale
+            )
+            out.index_copy_(0, group.rows, attended.flatten(1, 2))
         return out
+
+
+def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> list[_Group]:
+    """The step's sequences in groups, longest first; those without tokens are in none."""
+    assert context.block_tables is not None
+    lens, rows = context.context_lens.sort(descending=True)
+    groups = []
+    for group_rows in rows[: int((lens > 0).sum())].split(GROUP_SIZE):
+        group_lens = context.context_lens[group_rows].unsqueeze(1)
+        positions = torch.arange(int(group_lens.max()), device=rows.device)
+        is_padding = positions >= group_lens  # [g, length]
+        # Not what the pool holds behind the last token: it may be NaN, which no mask takes out.
+        positions = positions.masked_fill(is_padding, 0)
+        block_ids = context.block_tables[group_rows].long().gather(1, positions // block_size)
+        slots = block_ids * block_size + positions % block_size
+        mask = torch.zeros(slots.shape, dtype=dtype, device=slots.device)
+        mask.masked_fill_(is_padding, float("-inf"))
+        groups.append(_Group(group_rows, slots.flatten(), mask[:, None, None]))
+    return groups
 
 
 def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` tokens of a sequence, [length, kv_heads, head_dim]."""
     block_ids = block_table[: -(-length // cache.shape[1])]
-    return cache[block_ids].flatten(0, 1)[:length]
+    return cache.index_select(0, block_ids).flatten(0, 1)[:length]
 
 
 def _attend(
