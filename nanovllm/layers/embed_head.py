@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.linear import linear, reordered
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
@@ -45,9 +46,12 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Logits over this rank's rows, -inf for padding. A tied head gets the embedding's weight."""
 
+    def finish_loading(self) -> None:
+        self.weight = reordered(self.weight)  # a tied embedding keeps its own, to look up rows
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, share], of token ids from `first_id` on"""
-        logits = F.linear(hidden, self.weight)
+        logits = linear(hidden, self.weight)
         if self.num_ids < len(self.weight):
             logits[:, self.num_ids :] = float("-inf")
         return logits

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,15 @@ class SliceableTensor(Protocol):
     @property
     def shape(self) -> Any: ...
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class FinishesLoading(Protocol):
+    """A module that computes with its parameters in another form than checkpoints have."""
+
+    def finish_loading(self) -> None:
+        """Changes them to that form; called once, when they have been loaded."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,13 @@ class Checkpoint:
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
     """Fills every parameter of `model`; `ValueError` if the checkpoint does not match exactly."""
+    _fill(model, checkpoint, packed_modules)
+    for module in model.modules():
+        if isinstance(module, FinishesLoading):
+            module.finish_loading()
+
+
+def _fill(model: nn.Module, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
     sources = _sources(model, packed_modules)
     _check_names(checkpoint, set(sources))
     for name, tensor in checkpoint.tensors(set(sources)):
