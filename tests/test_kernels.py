@@ -191,7 +191,7 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     if has_norm:
         q, k = norms[0](q), norms[1](k)
-    q, k = rotary(positions, q, k)
+    q, k = rotary(positions, q), rotary(positions, k)
     store_kv(k, v, caches[0], caches[1], slots)
 
     weights = (norms[0].weight.data, norms[1].weight.data) if has_norm else None

@@ -90,9 +90,10 @@ class Attention(nn.Module):
                 self.v_cache,
             )
         else:
+            qk = qkv[:, : self.num_heads + self.num_kv_heads]
             if norms is not None:
-                q, k = norms[0](q), norms[1](k)
-            q, k = rotary(positions, q, k)
+                qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
+            q, k = rotary(positions, qk).split([self.num_heads, self.num_kv_heads], dim=1)
             store_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
         if context.cu_seqlens_q is None:
             out = self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)
@@ -109,7 +110,8 @@ def store_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Writes k, v [t, kv_heads, head_dim] to their slots; slot -1 is skipped."""
-    is_stored = slot_mapping >= 0
-    slots = slot_mapping[is_stored]
-    k_cache.flatten(0, 1)[slots] = k[is_stored]
-    v_cache.flatten(0, 1)[slots] = v[is_stored]
+    if int(slot_mapping.min()) < 0:  # padding, as CUDA graphs have
+        is_stored = slot_mapping >= 0
+        slot_mapping, k, v = slot_mapping[is_stored], k[is_stored], v[is_stored]
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)

@@ -1,6 +1,7 @@
 """RMSNorm, with the residual add that precedes it in a pre-norm decoder."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -17,9 +18,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return x32.to(x.dtype) * self.weight
+        normalised = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
+        return normalised.to(x.dtype) * self.weight
 
     def add_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None

@@ -36,15 +36,9 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
         self.register_buffer("cos_sin", table.to(torch.get_default_device()), persistent=False)
 
-    def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [t]; q, k [t, heads, head_dim] -> the same shapes, rotated."""
-        cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [t, 1, head_dim / 2]
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """positions int64 [t]; x [t, heads, head_dim] -> the same shape, rotated."""
+        cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        first, second = x.float().chunk(2, dim=-1)  # cos, sin [t, 1, head_dim / 2]
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.to(x.dtype)
