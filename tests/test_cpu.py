@@ -1,0 +1,81 @@
+"""What the CPU path does apart from the kernels' torch counterparts: batched decode attention,
+weights in oneDNN's layout, and the benchmark beside Hugging Face."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import cpu
+from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend
+from nanovllm.layers.linear import linear, reordered
+from nanovllm.utils.context import Context
+
+NUM_KV_HEADS, GROUP, HEAD_DIM, SCALE = 2, 3, 8, 0.3
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 256])
+@pytest.mark.parametrize("num_seqs", [1, GROUP_SIZE, 2 * GROUP_SIZE + 3])
+def test_decode_attention_equals_the_formula(num_seqs: int, block_size: int) -> None:
+    generator = torch.Generator().manual_seed(num_seqs)
+    lens = torch.randint(0, 40, (num_seqs,), generator=generator)
+    lens[0] = 300
+    need = (-(-lens // block_size)).tolist()
+    block_ids = torch.randperm(sum(need), generator=generator, dtype=torch.int32).split(need)
+    tables = torch.full((num_seqs, max(need) + 1), -(2**30), dtype=torch.int32)
+    caches = torch.full((2, sum(need), block_size, NUM_KV_HEADS, HEAD_DIM), float("nan"))
+    q = torch.randn(num_seqs, NUM_KV_HEADS * GROUP, HEAD_DIM, generator=generator)
+    expected = torch.zeros_like(q)
+    for i, length in enumerate(lens.tolist()):
+        tables[i, : need[i]] = block_ids[i]
+        if length:
+            kv = torch.randn(2, length, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+            padded = torch.full((2, need[i] * block_size, *kv.shape[2:]), float("nan"))
+            padded[:, :length] = kv
+            caches[:, block_ids[i].long()] = padded.unflatten(1, (need[i], block_size))
+            keys, values = kv.repeat_interleave(GROUP, dim=2)
+            weights = (torch.einsum("hd,lhd->hl", q[i], keys) * SCALE).softmax(dim=-1)
+            expected[i] = torch.einsum("hl,lhd->hd", weights, values)
+    context = Context(
+        slot_mapping=lens, context_lens=lens.int(), block_tables=tables, max_seqlen_k=300
+    )
+    backend = TorchBackend()
+    out = backend.decode(q, caches[0], caches[1], SCALE, context)
+    torch.testing.assert_close(out, expected)
+    out = backend.decode(q, caches[0], -caches[1], SCALE, context)  # the next layer of the step
+    torch.testing.assert_close(out, -expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_reordered_weights_give_the_same_product(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    dense = nn.Parameter(torch.randn(72, 40, dtype=dtype), requires_grad=False)
+    weight = reordered(dense)
+    assert weight.shape == dense.shape
+    assert torch.equal(weight.to_dense(), dense)
+    bias, x = torch.randn(72, dtype=dtype), torch.randn(9, 40, dtype=dtype)
+    for rows in (1, 3, 9):
+        expected = F.linear(x[:rows].double(), dense.double(), bias.double())
+        torch.testing.assert_close(linear(x[:rows], weight, bias), expected.to(dtype))
+
+
+def test_benchmark_prints_both_rates_and_their_ratio(
+    tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    options = "--batch 3 --tokens 4 --prefill 20 --repeats 1 --threads 1"
+    try:
+        cpu.main(["--model", str(tiny_qwen3), *options.split()])
+    finally:
+        torch.set_num_threads(threads)
+    about, *results = capsys.readouterr().out.splitlines()
+    assert "threads 1," in about
+    assert torch.__version__ in about
+    assert [result.partition(":")[0] for result in results] == ["decode 3 x 4", "prefill 20"]
+    for result in results:
+        found = re.search(r"transformers ([\d.]+) tok/s, nanovllm ([\d.]+) tok/s, ratio", result)
+        assert found, result
+        assert min(float(rate) for rate in found.groups()) > 0
