@@ -69,7 +69,19 @@ def test_prefill_goes_first_in_order_of_arrival() -> None:
     assert spans(step(scheduler)) == [(2, 0, 2)]
     batch = step(scheduler)
     assert not batch.is_prefill
-    assert batch.seq_ids == [0, 1, 2]
+    assert sorted(batch.seq_ids) == [0, 1, 2]
+
+
+def test_a_decode_step_has_the_longest_context_first() -> None:
+    """So that what a GPU starts last is short."""
+    scheduler = make_scheduler()
+    for seq_id, num_tokens in enumerate((3, 9, 5, 9)):
+        add(scheduler, seq_id, num_tokens)
+    step(scheduler)
+    batch = step(scheduler)
+    assert batch.seq_ids == [1, 3, 2, 0]
+    row_of = dict(zip(batch.seq_ids, batch.rows, strict=True))
+    assert row_of == {seq_id: seq.row for seq_id, seq in scheduler.running.items()}
 
 
 def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
@@ -100,7 +112,7 @@ def test_a_prompt_beyond_the_budget_is_chunked_before_anything_decodes() -> None
     assert spans(batch) == [(1, 14, 18), (2, 0, 3)]
     assert batch.sampled_seq_ids == [1, 2]
     assert long.status is SequenceStatus.RUNNING
-    assert step(scheduler).seq_ids == [0, 1, 2]
+    assert step(scheduler).seq_ids == [1, 0, 2], "longest first"
 
 
 def test_a_chunk_may_be_followed_before_its_step_completes() -> None:

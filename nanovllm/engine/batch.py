@@ -51,7 +51,7 @@ class BlockGrowth:
 class ScheduledBatch:
     """One step: prefill chunks, or one token for each of `rows`.
 
-    seq_ids, rows: parallel, one entry per sequence.
+    seq_ids, rows: parallel, one entry per sequence; in a decode step the longest context first.
     chunks: parallel to `rows` in a prefill step, empty in a decode step.
     growth: blocks that decode rows got for this step.
     max_context_len: longest context, this step's tokens included; a bound known to the host.

@@ -7,6 +7,7 @@ until no step is in flight. Knows nothing of tensors.
 
 from collections import deque
 from collections.abc import Collection
+from operator import attrgetter
 
 from nanovllm.engine.batch import BlockGrowth, PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
@@ -160,6 +161,8 @@ class Scheduler:
         for seq in seqs:
             seq.num_computed_tokens += 1
             seq.num_tokens += 1
+        # Longest first: else a long context that starts late leaves most of a GPU idle at the end.
+        seqs.sort(key=_num_tokens, reverse=True)
         return self._batch(seqs, [], growth) if seqs else None
 
     def _preempt_last(self) -> None:
@@ -195,6 +198,9 @@ class Scheduler:
             growth=growth,
             max_context_len=max(seq.num_computed_tokens for seq in seqs),
         )
+
+
+_num_tokens = attrgetter("num_tokens")
 
 
 def _row(seq: Sequence) -> int:
