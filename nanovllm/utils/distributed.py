@@ -1,23 +1,87 @@
 """The ranks that share a model's layers. Layers get a `TPGroup` and never ask a global.
 
 The only user of torch.distributed, and of its process-group objects alone: the default group of the
-process is the user's.
+process is the user's. Gloo joins CPUs and exchanges what only the hosts must know, NCCL joins GPUs.
 """
 
-from contextlib import suppress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nanovllm.utils.peer_memory import PeerMemory, connect_peers
+
 TIMEOUT = timedelta(minutes=10)  # for ranks that differ in speed; a peer's end is noticed at once
 PIECE = timedelta(seconds=0.2)
+CPU = torch.device("cpu")
+# NCCL's watchdog ends the process if a peer is lost or it is not served in time. This process is
+# the user's, who gets an error instead: the engine itself watches its workers and aborts.
+WATCHDOG_OFF = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would look for a dump signal in the store's file
+}
+
+
+def has_nccl() -> bool:
+    return dist.is_available() and dist.is_nccl_available()
 
 
 class PeerLostError(RuntimeError):
     """A collective failed: another rank has ended, or hangs."""
+
+
+class GPULinks:
+    """The ways between the ranks' GPUs: NCCL, and if they can share memory, that.
+
+    Everything runs on the current stream, without a wait of the host, and can be captured.
+    """
+
+    def __init__(
+        self, group: "TPGroup", store: Any, device: torch.device, rows: tuple[int, int]
+    ) -> None:
+        """rows: number and bytes of the rows that are often exchanged, for `PeerMemory`."""
+        self.is_aborted = False
+        self._has_ended = Event()
+        with torch.cuda.device(device):
+            free = torch.cuda.mem_get_info(device)[0]
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            store = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+            with _environment(WATCHDOG_OFF):
+                self._nccl: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+            self.all_reduce(torch.zeros(1, device=device))  # connects
+            torch.cuda.synchronize(device)
+            self.peers = connect_peers(group.rank, group.size, device, rows, group.all_gather)
+            self.num_bytes = free - torch.cuda.mem_get_info(device)[0]
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        _finish(self._nccl.allreduce([x], _on_current_stream(dist.AllreduceOptions())))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        options = _on_current_stream(dist.distributed_c10d.AllgatherOptions())  # type: ignore[attr-defined]
+        _finish(self._nccl._allgather_base(out, x, options))
+
+    def abort(self) -> None:
+        """Ends what waits for a peer on the GPU, at once; returns when NCCL has ended too, for
+        which the graphs with its collectives must have gone. To be called once."""
+        self.is_aborted = True  # first: results are void from now on
+        if self.peers is not None:
+            self.peers.abort()
+        abort = getattr(self._nccl, "abort", None) or self._nccl._abort
+        try:
+            abort()
+        finally:
+            self._has_ended.set()
+
+    def wait_for_abort(self, seconds: float) -> None:
+        self._has_ended.wait(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +94,21 @@ class TPGroup:
     rank: int = 0
     size: int = 1
     process_group: Any = None
+    links: GPULinks | None = None
 
     @classmethod
-    def connect(cls, rank: int, size: int, store_file: str) -> "TPGroup":
-        """Meets the other ranks through a file of their own, which none needs afterwards."""
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        store_file: str,
+        device: torch.device = CPU,
+        rows: tuple[int, int] = (0, 0),
+    ) -> "TPGroup":
+        """Meets the other ranks through a file of their own, which none needs afterwards.
+
+        rows: number and bytes of the rows that the ranks will often exchange.
+        """
         store = dist.FileStore(store_file, size)  # type: ignore[attr-defined]
         store.set_timeout(TIMEOUT)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -44,7 +119,24 @@ class TPGroup:
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank} of {size} could not meet the others") from error
         group.min(rank)  # until all have met
+        if device.type == "cuda":
+            group = cls(rank, size, group.process_group, GPULinks(group, store, device, rows))
         return group
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        """Memory for one-shot exchanges between GPUs, if there is any."""
+        return None if self.links is None else self.links.peers
+
+    @property
+    def gpu_bytes(self) -> int:
+        """GPU memory that the links between the ranks have taken."""
+        return 0 if self.links is None else self.links.num_bytes
+
+    def check(self) -> None:
+        """Raises `PeerLostError` once the GPUs no longer wait for one another."""
+        if self.links is not None and self.links.is_aborted:
+            raise self._peer_lost()
 
     def share(self, total: int, what: str) -> int:
         """This rank's share of `total`, which must divide evenly; `what` names it in the error."""
@@ -54,7 +146,9 @@ class TPGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place."""
-        if self.size > 1:
+        if x.is_cuda and self.links is not None:
+            self.links.all_reduce(x)
+        elif self.size > 1:
             self._complete(self.process_group.allreduce([x]))
         return x
 
@@ -63,6 +157,8 @@ class TPGroup:
         out = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             out[0] = x
+        elif x.is_cuda and self.links is not None:
+            self.links.all_gather(out, x)
         else:
             self._complete(self.process_group.allgather([list(out.unbind())], [x]))
         return out
@@ -79,6 +175,37 @@ class TPGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.rank} of {self.size} has lost another: it ended, or hangs"
-            ) from error
+            raise self._peer_lost() from error
+
+    def _peer_lost(self) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self.rank} of {self.size} has lost another: it ended, or hangs"
+        )
+
+
+def _on_current_stream(options: Any) -> Any:
+    """As the options of NCCL collectives; torch before 2.8 has a stream of its own for them."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    """Has the current stream wait for `work`, None where it runs on that stream."""
+    if work is not None:
+        work.wait()
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables for the block."""
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,161 @@
+"""Memory of each rank's GPU that the GPUs of all ranks read and write: CUDA IPC.
+
+By the driver's API rather than torch's, whose shared tensors come with named segments that stay
+when a process is killed. What the memory means is known to kernels/all_reduce.py.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ONE_SHOT_BYTES = 4 * 2**20  # read from peers; beyond it NCCL's rings are faster
+ALIGNMENT = 16  # bytes: rows are copied in vectors
+MIN_ROW_BYTES = 1024
+MIN_ROWS = 64
+HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+_NATIVE_ATOMIC_SUPPORTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """Rows that the ranks exchange, each of them with flags that say how often it was written.
+
+    Per rank, at its address: flags, int64 [num_rows, size], then rows, [2, num_rows, row_bytes].
+
+    addresses: int64 [size] on the device, as this process sees them.
+    sequence: int64 [num_rows] on the device, how often this rank has written each row.
+    is_aborted: int32 [1] in pinned memory, not 0: nobody waits any more, results are arbitrary.
+    """
+
+    rank: int
+    size: int
+    num_rows: int
+    row_bytes: int
+    addresses: torch.Tensor
+    sequence: torch.Tensor
+    is_aborted: torch.Tensor
+    owner: Any = None  # what frees the memory once nobody has it
+
+    @property
+    def rows_offset(self) -> int:
+        return _rows_offset(self.size, self.num_rows)
+
+    def holds(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether a message of that shape fits, and is small enough for this to be the best way."""
+        is_small = (self.size - 1) * num_rows * row_bytes <= ONE_SHOT_BYTES
+        return is_small and num_rows <= self.num_rows and row_bytes <= self.row_bytes
+
+    def abort(self) -> None:
+        self.is_aborted.fill_(1)
+
+
+def connect_peers(
+    rank: int,
+    size: int,
+    device: torch.device,
+    shape: tuple[int, int],
+    all_gather: Callable[[torch.Tensor], torch.Tensor],
+) -> PeerMemory | None:
+    """Memory for at least `shape` (rows, bytes of a row) on every rank, or None on every rank if
+    some GPUs cannot share theirs with signals in it (as those without NVLink).
+
+    all_gather: of CPU tensors, [...] -> [size, ...].
+    """
+    num_rows = max(shape[0], MIN_ROWS)
+    row_bytes = -(-max(shape[1], MIN_ROW_BYTES) // ALIGNMENT) * ALIGNMENT
+    num_bytes = _rows_offset(size, num_rows) + 2 * num_rows * row_bytes
+    try:
+        shared = SharedMemory(rank, size, num_bytes) if _can_signal(rank, size) else None
+    except OSError:
+        shared = None
+    handle = shared.handle if shared is not None else bytes(HANDLE_BYTES)
+    handles = all_gather(torch.tensor(list(handle), dtype=torch.uint8))
+    is_able = bool(handles.any(dim=1).all())
+    if shared is not None and is_able:
+        try:
+            shared.open([bytes(row.tolist()) for row in handles])
+        except OSError:
+            is_able = False
+    if not bool(all_gather(torch.tensor(is_able)).all()) or shared is None:
+        return None
+    return PeerMemory(
+        rank=rank,
+        size=size,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        addresses=torch.tensor(shared.addresses, dtype=torch.int64, device=device),
+        sequence=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        is_aborted=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+        owner=shared,
+    )
+
+
+def _rows_offset(size: int, num_rows: int) -> int:
+    return -(-8 * size * num_rows // ALIGNMENT) * ALIGNMENT
+
+
+def _can_signal(rank: int, size: int) -> bool:
+    """Whether this GPU's atomic operations work in the memory of all others."""
+    value = ctypes.c_int()
+    for peer in range(size):
+        if peer != rank:
+            _call(
+                "cuDeviceGetP2PAttribute", ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, rank, peer
+            )
+            if not value.value:
+                return False
+    return True
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class SharedMemory:
+    """Zeroed memory on the current device, and the other ranks' once `open` has been called.
+
+    `OSError` if the driver refuses.
+    """
+
+    def __init__(self, rank: int, size: int, num_bytes: int) -> None:
+        self._rank = rank
+        self.addresses = [0] * size
+        address, handle = ctypes.c_uint64(), _Handle()
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        self.addresses[rank] = address.value
+        _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+        _call("cuCtxSynchronize")
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        self.handle = ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+
+    def open(self, handles: list[bytes]) -> None:
+        for peer, handle in enumerate(handles):
+            if peer != self._rank:
+                address = ctypes.c_uint64()
+                _call(
+                    "cuIpcOpenMemHandle_v2",
+                    ctypes.byref(address),
+                    _Handle.from_buffer_copy(handle),
+                    ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+                )
+                self.addresses[peer] = address.value
+
+    def __del__(self) -> None:
+        for peer, address in enumerate(self.addresses):
+            if address:  # whatever it returns: the driver may have gone
+                name = "cuMemFree_v2" if peer == self._rank else "cuIpcCloseMemHandle"
+                _driver()[name](ctypes.c_uint64(address))
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    result = _driver()[name](*args)
+    if result:
+        raise OSError(f"{name} failed with CUDA error {result}")
