@@ -1,10 +1,12 @@
 """The sampler of layers/sampler.py in one pass over the logits, bit for bit the same hash.
 
 A program finds the best (score, id) of one chunk of one row; a second kernel picks each row's best
-chunk and leaves the id in the row state. Two logarithms per id would cost more than reading the
-logits, so noise is first bounded from above by its bits alone; only tiles in which that bound beats
-the best score so far (a handful, as records are) are computed exactly.
+chunk, of all ranks, and leaves the id in the row state. Two logarithms per id would cost more than
+reading the logits, so noise is first bounded from above by its bits alone; only tiles in which that
+bound beats the best score so far (a handful, as records are) are computed exactly.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -74,6 +76,7 @@ def _best_of_chunk_kernel(
     vocab,
     num_chunks,
     tiles_per_chunk,
+    first_id,
     TILE: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -95,7 +98,7 @@ def _best_of_chunk_kernel(
         ).to(tl.float32)
         score = logit
         if is_random:
-            uniform = _uniform(token_id, first, second)
+            uniform = _uniform(first_id + token_id, first, second)
             bound = tl.max(logit * inverse + _gumbel_bound(uniform), 0)
             # The slack covers the bound's own rounding.
             if bound + 0.01 + 1e-6 * tl.abs(bound) > best_score:
@@ -107,27 +110,31 @@ def _best_of_chunk_kernel(
             best_score = tile_best
             best_id = tl.min(tl.where(score == tile_best, token_id, 0x7FFFFFFF), 0)
     tl.store(best_score_ptr + n * num_chunks + chunk, best_score)
-    tl.store(best_id_ptr + n * num_chunks + chunk, best_id)
+    tl.store(best_id_ptr + n * num_chunks + chunk, first_id + best_id)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "size"])
 def _best_of_row_kernel(
-    best_score_ptr,
-    best_id_ptr,
+    best_ptr,  # [NUM_RANKS, 2, size]: scores as their bits, ids; each [n, num_chunks] and padding
     rows_ptr,
     last_tokens_ptr,
     sampled_ptr,
     num_chunks,
+    size,
+    NUM_RANKS: tl.constexpr,
+    RANKS: tl.constexpr,  # the next power of two, as CHUNKS
     CHUNKS: tl.constexpr,
 ):
     n = tl.program_id(0)
     row = tl.load(rows_ptr + n)
     if row < 0:
         return
-    chunk = tl.arange(0, CHUNKS)
-    mask = chunk < num_chunks
-    score = tl.load(best_score_ptr + n * num_chunks + chunk, mask=mask, other=float("-inf"))
-    token_id = tl.load(best_id_ptr + n * num_chunks + chunk, mask=mask, other=0x7FFFFFFF)
+    rank, chunk = tl.arange(0, RANKS * CHUNKS) // CHUNKS, tl.arange(0, RANKS * CHUNKS) % CHUNKS
+    mask = (rank < NUM_RANKS) & (chunk < num_chunks)
+    score_ptr = best_ptr + rank * 2 * size + n * num_chunks + chunk
+    bits = tl.load(score_ptr, mask=mask, other=0)
+    score = tl.where(mask, bits.to(tl.float32, bitcast=True), float("-inf"))
+    token_id = tl.load(score_ptr + size, mask=mask, other=0x7FFFFFFF)
     best = tl.min(tl.where(score == tl.max(score, 0), token_id, 0x7FFFFFFF), 0).to(tl.int64)
     tl.store(sampled_ptr + n, best)
     tl.store(last_tokens_ptr + row, best)
@@ -140,19 +147,22 @@ def sample(
     seeds: torch.Tensor,
     context_lens: torch.Tensor,
     last_tokens: torch.Tensor,
+    first_id: int = 0,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Samples one token for each of `rows` and makes it the row's last token.
 
-    logits [n, vocab]; rows int64 [n], -1 for padding, whose result is arbitrary; the others are
-    per-row state: context_lens, of the tokens before the sampled one, is its position.
+    logits [n, vocab] of the ids from `first_id` on; rows int64 [n], -1 for padding, whose result is
+    arbitrary; the others are per-row state: context_lens, of the tokens before the sampled one, is
+    its position. gather: int32 [...] of each rank -> [ranks, ...], None for one rank.
     -> token ids int64 [n]
     """
     n, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, TILE)
     tiles_per_chunk = triton.cdiv(num_tiles, triton.cdiv(TARGET_PROGRAMS, n))
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
-    best_score = logits.new_empty(n, num_chunks, dtype=torch.float32)
-    best_id = logits.new_empty(n, num_chunks, dtype=torch.int32)
+    # Both halves aligned to 16 bytes: Triton compiles for that.
+    best = logits.new_empty(2, triton.cdiv(n * num_chunks, 4) * 4, dtype=torch.int32)
     sampled = logits.new_empty(n, dtype=torch.int64)
     _best_of_chunk_kernel[(n, num_chunks)](
         logits,
@@ -160,21 +170,25 @@ def sample(
         temperatures,
         seeds,
         context_lens,
-        best_score,
-        best_id,
+        best[0].view(torch.float32),
+        best[1],
         vocab,
         num_chunks,
         tiles_per_chunk,
+        first_id,
         TILE=TILE,
         num_warps=4,
     )
+    best_of_ranks = best.unsqueeze(0) if gather is None else gather(best)
     _best_of_row_kernel[(n,)](
-        best_score,
-        best_id,
+        best_of_ranks,
         rows,
         last_tokens,
         sampled,
         num_chunks,
+        best.shape[1],
+        NUM_RANKS=len(best_of_ranks),
+        RANKS=triton.next_power_of_2(len(best_of_ranks)),
         CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=1,
     )

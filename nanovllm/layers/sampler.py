@@ -108,7 +108,9 @@ class Sampler(nn.Module):
         if logits.is_cuda:
             from nanovllm.kernels import sampler
 
-            return sampler.sample(logits, rows, temperatures, seeds, context_lens, last_tokens)
+            gather = self._gather if self.group.size > 1 else None
+            state = (temperatures, seeds, context_lens, last_tokens)
+            return sampler.sample(logits, rows, *state, self.first_id, gather)
         scores, token_ids = best_tokens(
             logits, temperatures[rows], seeds[rows], context_lens[rows], self.first_id
         )
@@ -120,3 +122,12 @@ class Sampler(nn.Module):
             token_ids = gathered[..., 1].gather(0, winner)[0].long()
         last_tokens[rows] = token_ids
         return token_ids
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """int32 [...] of each rank -> [size, ...]"""
+        peers = self.group.peers
+        if peers is not None and peers.holds(-(-x.nbytes // peers.row_bytes), peers.row_bytes):
+            from nanovllm.kernels import all_reduce
+
+            return all_reduce.all_gather(x, peers)
+        return self.group.all_gather(x)
