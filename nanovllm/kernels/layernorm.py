@@ -6,6 +6,15 @@ import triton.language as tl
 
 
 @triton.jit
+def normalised(x, weight, size, eps):
+    """The norm of one row, in its dtype; x is 0 beyond `size`."""
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32) / size + eps)
+    normed = (x32 * scale).to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -25,10 +34,7 @@ def _add_rms_norm_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + row * size + cols, x, mask=mask)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
-    x32 = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x32 * x32) / size + eps)
-    normed = (x32 * scale).to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + cols, (normed * weight.to(tl.float32)).to(x.dtype), mask=mask)
+    tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
 
 
 def add_rms_norm(

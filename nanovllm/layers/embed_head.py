@@ -10,7 +10,8 @@ from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [first_id, first_id + share) of the embedding; other ids contribute zeros.
+    """Rows [first_id, first_id + share) of the embedding; other ids give zeros, for the norm that
+    follows to sum over the ranks.
 
     The shares are equal: the last rank's may be padded with rows that no id has.
     """
@@ -39,8 +40,7 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.first_id
         is_mine = (local >= 0) & (local < self.num_ids)
-        rows = F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
-        return self.group.all_reduce(rows)
+        return F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -4,17 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.utils.distributed import TPGroup
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
     Statistics in fp32, rounded to the input's dtype before the weight is applied, as Hugging Face
-    does.
+    does. `group`: of the ranks whose partial sums `add_forward` gets, None for whole sums.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, group: TPGroup | None = None) -> None:
         super().__init__()
         self.eps = eps
+        self.group = group or TPGroup()
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,8 +27,14 @@ class RMSNorm(nn.Module):
     def add_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [t, size] -> (norm(x + residual), x + residual); None counts as zeros.
-        `residual` may be overwritten."""
+        """x, residual [t, size] -> (norm(x + residual), x + residual), x summed over the ranks;
+        None counts as zeros. Both may be overwritten."""
+        peers = self.group.peers
+        if peers is not None and peers.holds(len(x), x.shape[1] * x.itemsize):
+            from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm
+
+            return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, peers)
+        x = self.group.all_reduce(x)
         if x.is_cuda:
             from nanovllm.kernels.layernorm import add_rms_norm
 

@@ -1,7 +1,8 @@
 """Linear layers whose weights are split over tensor-parallel ranks.
 
-Column: output features are split, the result stays split. Row: input features are split, the
-partial results are summed over the ranks. Weights are [output features, input features].
+Column: output features are split, the result stays split. Row: input features are split, every rank
+has a summand of the result, for the norm that follows to sum. Weights are [output features, input
+features].
 """
 
 import platform
@@ -111,7 +112,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T (+ bias) with x and W split along the input features; the bias is added once."""
+    """This rank's summand of y = x W^T (+ bias), x and W being split along the input features; rank
+    0's has the bias."""
 
     def __init__(
         self, group: TPGroup, input_size: int, output_size: int, *, bias: bool = False
@@ -129,4 +131,4 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(linear(x, self.weight, bias))
+        return linear(x, self.weight, bias)

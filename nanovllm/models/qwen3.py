@@ -3,6 +3,7 @@
 They differ in attention only: Qwen3 normalises each query and key head before RoPE and has biases
 only if the config says so, Qwen2 has biases on q, k and v and no head norms. Residual adds are
 deferred: a layer returns (its output, the residual stream before it is added), the next norm adds.
+So is the sum of the ranks' parts of an output: the norm makes it too.
 Module names are those of the checkpoints, so that parameters find their tensors by name.
 """
 
@@ -102,8 +103,10 @@ class Qwen3DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(hf_config, group, spec, rotary)
         self.mlp = Qwen3MLP(hf_config, group)
-        self.input_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
+        self.post_attention_layernorm = RMSNorm(
+            hf_config.hidden_size, hf_config.rms_norm_eps, group
+        )
 
     def forward(
         self,
@@ -131,7 +134,7 @@ class Qwen3Model(nn.Module):
             Qwen3DecoderLayer(hf_config, group, spec, rotary)
             for _ in range(hf_config.num_hidden_layers)
         )
-        self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context

@@ -1,0 +1,192 @@
+"""Small messages between the GPUs of one host, in one kernel each, that a CUDA graph can hold.
+
+One-shot: every rank writes its part into memory of its own that its peers can read (the layout is
+that of utils/peer_memory.py), tells them, waits for their parts, and reads those. Program i of a
+kernel deals with row i of that memory alone, and waits only for the programs i of its peers.
+
+Why one wait a call is enough: a row has two slots, used in turns. A rank overwrites a slot in its
+call s + 2 on that row, so after it has seen every peer's signal s + 1; a peer sends that after its
+call s, in which it read the slot, has ended. All ranks make the same calls in the same order.
+
+Nobody waits for programs that cannot start: programs start in order, so the first that has not
+ended runs on every rank, or will when its predecessor in the stream ends.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.layernorm import normalised
+
+POLLS = tl.constexpr(1024)  # between looks at host memory, each of which takes a microsecond
+
+
+@triton.jit
+def _slot(sequence, row, rows_offset, slot_bytes, row_bytes):
+    """Where the row of this call is, in bytes from any rank's address."""
+    return rows_offset + (sequence & 1) * slot_bytes + row * row_bytes
+
+
+@triton.jit
+def _at(addresses_ptr, rank, offset, dtype: tl.constexpr):
+    address = tl.load(addresses_ptr + rank) + offset
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _wait(flag_ptr, sequence, is_aborted_ptr):
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    polls = 0
+    while seen < sequence:
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % POLLS == 0:  # noqa: SIM102 - Triton evaluates both sides of `and`
+            if tl.load(is_aborted_ptr, volatile=True) != 0:
+                seen = sequence
+
+
+@triton.jit
+def _meet(
+    addresses_ptr,
+    sequence_ptr,
+    is_aborted_ptr,
+    row,
+    sequence,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Publishes this program's row; returns when all peers' are there to be read."""
+    tl.debug_barrier()  # all threads have written
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            flags_ptr = _at(addresses_ptr, peer, 0, tl.int64)
+            tl.atomic_xchg(flags_ptr + row * SIZE + RANK, sequence, sem="release", scope="sys")
+    own_flags_ptr = _at(addresses_ptr, RANK, 0, tl.int64)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _wait(own_flags_ptr + row * SIZE + peer, sequence, is_aborted_ptr)
+    tl.store(sequence_ptr + row, sequence)
+    tl.debug_barrier()  # no thread reads before
+
+
+@triton.jit
+def _all_reduce_add_rms_norm_kernel(
+    x_ptr,  # [num_rows, size]
+    residual_ptr,  # as x; x_ptr if there is none
+    weight_ptr,
+    out_ptr,
+    addresses_ptr,
+    sequence_ptr,
+    is_aborted_ptr,
+    rows_offset,
+    slot_bytes,
+    row_bytes,
+    size,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < size
+    sequence = tl.load(sequence_ptr + row) + 1
+    offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
+    part = tl.load(x_ptr + row * size + cols, mask=mask, other=0.0)
+    tl.store(_at(addresses_ptr, RANK, offset, dtype) + cols, part, mask=mask)
+    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
+    total = tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
+        part = tl.load(_at(addresses_ptr, rank, offset, dtype) + cols, mask=mask, other=0.0)
+        total += part.to(tl.float32)
+    x = total.to(dtype)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    tl.store(residual_ptr + row * size + cols, x, mask=mask)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
+
+
+def all_reduce_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, peers: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` of the sum of all ranks' x, of which `residual` (or else x) takes the sum.
+
+    x, residual [t, size]; peers: a `PeerMemory` that holds x.
+    """
+    num_rows, size = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _all_reduce_add_rms_norm_kernel[(num_rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        *_arguments(peers),
+        size,
+        eps,
+        RANK=peers.rank,
+        SIZE=peers.size,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out, x if residual is None else residual
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _all_gather_kernel(
+    x_ptr,  # [num_words]
+    out_ptr,  # [SIZE, num_words]
+    addresses_ptr,
+    sequence_ptr,
+    is_aborted_ptr,
+    rows_offset,
+    slot_bytes,
+    row_bytes,
+    num_words,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    words = row * (row_bytes // 4) + cols
+    mask = (cols < row_bytes // 4) & (words < num_words)
+    sequence = tl.load(sequence_ptr + row) + 1
+    offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
+    part = tl.load(x_ptr + words, mask=mask)
+    tl.store(_at(addresses_ptr, RANK, offset, tl.int32) + cols, part, mask=mask)
+    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
+    for rank in tl.static_range(SIZE):
+        part = tl.load(_at(addresses_ptr, rank, offset, tl.int32) + cols, mask=mask)
+        tl.store(out_ptr + rank * num_words + words, part, mask=mask)
+
+
+def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
+    """int32 [...] of each rank -> [ranks, ...]; peers: a `PeerMemory` that holds x."""
+    out = x.new_empty(peers.size, *x.shape)
+    words_per_row = peers.row_bytes // 4
+    _all_gather_kernel[(triton.cdiv(x.numel(), words_per_row),)](
+        x,
+        out,
+        *_arguments(peers),
+        x.numel(),
+        RANK=peers.rank,
+        SIZE=peers.size,
+        BLOCK=triton.next_power_of_2(words_per_row),
+        num_warps=4,
+    )
+    return out
+
+
+def _arguments(peers: Any) -> tuple[Any, ...]:
+    """What every kernel here is told of a `PeerMemory`."""
+    slot_bytes = peers.num_rows * peers.row_bytes
+    row = (peers.rows_offset, slot_bytes, peers.row_bytes)
+    return peers.addresses, peers.sequence, peers.is_aborted, *row
