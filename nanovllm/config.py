@@ -1,5 +1,6 @@
 """Every engine knob, validated once. Bad values raise here, before anything is built."""
 
+import copy
 import difflib
 import logging
 import re
@@ -27,6 +28,7 @@ class Config:
     gpu_memory_utilization: fraction of the GPU's memory that this engine may use, in (0, 1].
     enforce_eager: no CUDA graphs.
     num_kvcache_blocks: size of the K/V pool; -1 measures.
+    tensor_parallel_size: GPUs (or on the CPU processes) that share the model: cuda:0 and on.
     device, dtype, attention_backend: "auto" takes the best there is, the checkpoint's, the fastest.
     async_scheduling: the host runs one step ahead of the device; off, it waits for each step.
     seed: keys the sampling noise of requests that have no seed of their own.
@@ -72,13 +74,31 @@ class Config:
         except Exception as error:  # of whatever kind its library raises
             raise ValueError(f"cannot read {self.model}/config.json: {error}") from error
         self.torch_device = _resolve_device(self.device)
-        if self.tensor_parallel_size > 1 and self.torch_device.type != "cpu":
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} on a GPU is not supported yet; "
-                "use 1, or device='cpu'"
-            )
+        if self.tensor_parallel_size > 1 and self.torch_device.type == "cuda":
+            self._check_gpus()
+            self.torch_device = torch.device("cuda", 0)
         self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
         self._cap_max_model_len()
+
+    def on_rank(self, rank: int) -> "Config":
+        """The same for another rank: rank r runs on cuda:r."""
+        config = copy.copy(self)
+        if self.torch_device.type == "cuda":
+            config.torch_device = torch.device("cuda", rank)
+        return config
+
+    def _check_gpus(self) -> None:
+        size, num_gpus = self.tensor_parallel_size, torch.cuda.device_count()
+        if num_gpus < size:
+            raise ValueError(
+                f"tensor_parallel_size={size}, but torch sees {num_gpus} GPUs; "
+                f"use at most {num_gpus}, or device='cpu'"
+            )
+        if self.device not in ("auto", "cuda", "cuda:0"):
+            raise ValueError(
+                f"device={self.device!r} with tensor_parallel_size={size}, which takes cuda:0 to "
+                f"cuda:{size - 1}; use device='cuda', and CUDA_VISIBLE_DEVICES to choose the GPUs"
+            )
 
     def _check_knobs(self) -> None:
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)

@@ -141,9 +141,9 @@ def test_worker_killed_between_hello_and_meeting(
     """It is not there to be met, so the wait must notice."""
     connect = Workers._connect
 
-    def kill_first(self: Workers, size: int, store_file: str) -> TPGroup:
+    def kill_first(self: Workers, config: Config, store_file: str) -> TPGroup:
         kill(self._workers[0])
-        return connect(self, size, f"{store_file}-of-nobody")
+        return connect(self, config, f"{store_file}-of-nobody")
 
     monkeypatch.setattr(Workers, "_connect", kill_first)
     start = time.monotonic()

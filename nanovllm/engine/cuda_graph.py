@@ -38,7 +38,10 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             step(self._rows[:size])  # whatever initialises lazily must do so outside the capture
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # thread_local: other threads, such as NCCL's, may use the device meanwhile.
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 self._sampled[size] = step(self._rows[:size])
             pool = pool or graph.pool()
             self._graphs[size] = graph

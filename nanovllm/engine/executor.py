@@ -6,6 +6,7 @@ into step again.
 """
 
 import pickle
+from collections.abc import Callable
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
 
@@ -16,7 +17,7 @@ from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError, Workers
 from nanovllm.models import model_class
-from nanovllm.utils.distributed import PeerLostError, TPGroup
+from nanovllm.utils.distributed import PeerLostError, TPGroup, has_nccl
 
 
 class TensorParallelExecutor:
@@ -28,9 +29,9 @@ class TensorParallelExecutor:
         self._workers = Workers()
         # At the interpreter's end it runs before multiprocessing joins what is left, unlike
         # weakref.finalize; in a forked child never.
-        self._finalizer = Finalize(self, self._workers.end, exitpriority=0)
+        self._finalizer = Finalize(self, self._workers.finish, exitpriority=0)
         try:
-            self._runner = ModelRunner(config, self._workers.start(config))
+            self._runner = ModelRunner(config.on_rank(0), self._workers.start(config))
         except BaseException as error:
             self._fail(error)
             raise
@@ -41,15 +42,15 @@ class TensorParallelExecutor:
             raise RankDiedError("a step has failed on one of the ranks; make a new LLM")
         try:
             self._workers.send(pickle.dumps(batch))
-            return self._runner.launch(batch)
+            return _ParallelStep(self._runner.launch(batch), self._fail)
         except BaseException as error:
             self._fail(error)
             raise
 
     def exit(self) -> None:
         """Ends all ranks and frees everything. Idempotent."""
-        self._runner = None
-        self._workers.end()
+        self._drop_runner()
+        self._workers.finish()
 
     def _fail(self, error: BaseException) -> None:
         """Ends all ranks; if another rank's end is behind `error`, raises that instead."""
@@ -58,11 +59,31 @@ class TensorParallelExecutor:
             if isinstance(error, PeerLostError | RankDiedError):
                 cause = self._workers.wait_for_cause()
         finally:
-            runner, self._runner = self._runner, None
             self._workers.end(gently=False)
-            del runner  # not before: it waits for its last collective, which now fails
+            self._drop_runner()  # not before: it waits for its last collective, which now fails
+            self._workers.close_links()  # not before: NCCL waits for the graphs that hold it
         if cause is not None and cause is not error:
             raise cause from None
+
+    def _drop_runner(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.exit()
+
+
+class _ParallelStep:
+    """A step on all ranks: that it fails may show only when its ids are read."""
+
+    def __init__(self, handle: StepHandle, fail: Callable[[BaseException], None]) -> None:
+        self._handle = handle
+        self._fail = fail
+
+    def token_ids(self) -> list[int]:
+        try:
+            return self._handle.token_ids()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
 
 def _check(config: Config) -> None:
@@ -71,6 +92,11 @@ def _check(config: Config) -> None:
         raise RuntimeError(
             "tensor_parallel_size > 1 starts processes that import your script again; put its "
             'main part under `if __name__ == "__main__":`'
+        )
+    if config.torch_device.type == "cuda" and not has_nccl():
+        raise RuntimeError(
+            "tensor_parallel_size > 1 on GPUs needs NCCL, which this build of torch does not have; "
+            "use one GPU, or device='cpu'"
         )
     with torch.device("meta"):  # shapes alone
         group = TPGroup(0, config.tensor_parallel_size)

@@ -73,7 +73,7 @@ class Sender:
         view = memoryview(message)
         room = self.channel.slot_bytes - SLOT_HEADER_BYTES
         for start in range(0, max(len(view), 1), room):
-            _wait_until(self._ring.has_room, check)
+            wait_until(self._ring.has_room, check)
             self._ring.write(view[start : start + room], has_more=start + room < len(view))
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Receiver:
         raises, nothing is lost unless pieces of the message had come."""
         pieces, has_more = list[bytes](), True
         while has_more:
-            _wait_until(lambda: self._ring.published > self._next, check)
+            wait_until(lambda: self._ring.published > self._next, check)
             piece, has_more = self._ring.read(self._index, self._next)
             self._next += 1
             pieces.append(piece)
@@ -156,8 +156,9 @@ def _fence() -> None:
         pass
 
 
-def _wait_until(is_ready: Callable[[], bool], check: Check) -> None:
-    """Waits for another process's store to memory: spins first, then sleeps longer and longer."""
+def wait_until(is_ready: Callable[[], bool], check: Check) -> None:
+    """Waits for what another process or a GPU does: spins first, then sleeps longer and longer.
+    `check` is called meanwhile, unless it is brief."""
     start = time.monotonic()
     pause = 0.0
     while not is_ready():

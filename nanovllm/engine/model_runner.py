@@ -35,7 +35,7 @@ class ModelRunner:
         free_at_start = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            free_at_start = torch.cuda.mem_get_info(self.device)[0]
+            free_at_start = torch.cuda.mem_get_info(self.device)[0] + group.gpu_bytes
             self._stream = torch.cuda.Stream(self.device)
         with self._on_stream(), torch.inference_mode():
             self._load()
@@ -80,9 +80,9 @@ class ModelRunner:
         self.sampler = Sampler(self.group, self.model.lm_head.first_id)
         max_num_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.rows = RowState(
-            config.max_num_seqs, max_num_blocks, config.kvcache_block_size, self.device
+            config.max_num_seqs, max_num_blocks, config.kvcache_block_size, self.device, self.group
         )
-        self._to_host = DeviceToHost(self.device, config.max_num_seqs)
+        self._to_host = DeviceToHost(self.device, config.max_num_seqs, self.group)
 
     def _prefill(self, batch: ScheduledBatch) -> torch.Tensor:
         inputs, last_tokens, rows = self.rows.prefill_inputs(batch)

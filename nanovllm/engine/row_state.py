@@ -14,6 +14,7 @@ import torch
 from nanovllm.engine.batch import BlockGrowth, RowInit, ScheduledBatch
 from nanovllm.engine.staging import HostToDevice
 from nanovllm.utils.context import Context
+from nanovllm.utils.distributed import TPGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,15 @@ class RowState:
     """Per-row state of up to `max_num_seqs` residents with up to `max_num_blocks` blocks each."""
 
     def __init__(
-        self, max_num_seqs: int, max_num_blocks: int, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        group: TPGroup,
     ) -> None:
         self.block_size = block_size
-        self._to_device = HostToDevice(device)
+        self._to_device = HostToDevice(device, group)
         # Tokens in the cache, and the one that follows them.
         self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)

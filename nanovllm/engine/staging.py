@@ -3,8 +3,13 @@
 A buffer is refilled only after the event that ends its last copy; on the CPU nothing is copied.
 """
 
+import time
+
 import numpy as np
 import torch
+
+from nanovllm.engine.ipc import wait_until
+from nanovllm.utils.distributed import TIMEOUT, PeerLostError, TPGroup
 
 NUM_BUFFERS = 4
 ALIGNMENT = 2  # int64 elements: Triton specialises on 16-byte alignment, so every array gets it
@@ -17,11 +22,28 @@ class _PinnedBuffer:
         self.copied = torch.cuda.Event()
 
 
+def wait_for(event: torch.cuda.Event, group: TPGroup) -> None:
+    """Waits for `event`; with ranks, `PeerLostError` if another is lost or hangs. In pieces then:
+    Python serves signals only between them."""
+    if group.size == 1:
+        event.synchronize()
+        return
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(f"a step has not ended within {TIMEOUT}")
+
+    wait_until(event.query, check)
+    group.check()  # if it has passed because nobody waits any more
+
+
 class HostToDevice:
     """Sends int64 arrays."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: TPGroup) -> None:
         self._device = device
+        self._group = group
         self._buffers: list[_PinnedBuffer] = []
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -46,7 +68,7 @@ class HostToDevice:
         else:
             self._buffers.append(self._buffers.pop(0))
         buffer = self._buffers[-1]
-        buffer.copied.synchronize()
+        wait_for(buffer.copied, self._group)
         if len(buffer.array) < size:
             buffer = self._buffers[-1] = _PinnedBuffer(1 << (size - 1).bit_length())
         return buffer
@@ -55,13 +77,14 @@ class HostToDevice:
 class FetchedIds:
     """`StepHandle` whose ids are on the host once `event` has passed."""
 
-    def __init__(self, ids: torch.Tensor, event: torch.cuda.Event | None) -> None:
+    def __init__(self, ids: torch.Tensor, event: torch.cuda.Event | None, group: TPGroup) -> None:
         self._ids = ids
         self._event = event
+        self._group = group
 
     def token_ids(self) -> list[int]:
         if self._event is not None:
-            self._event.synchronize()
+            wait_for(self._event, self._group)
         return self._ids.tolist()
 
 
@@ -69,17 +92,18 @@ class DeviceToHost:
     """Fetches int64 tensors of at most `capacity` elements; a result must be read before
     `NUM_BUFFERS` more are fetched."""
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(self, device: torch.device, capacity: int, group: TPGroup) -> None:
         self._is_cuda = device.type == "cuda"
+        self._group = group
         self._buffers = [
             _PinnedBuffer(capacity) for _ in range(NUM_BUFFERS if self._is_cuda else 0)
         ]
 
     def fetch(self, ids: torch.Tensor) -> FetchedIds:
         if not self._is_cuda:
-            return FetchedIds(ids, None)
+            return FetchedIds(ids, None, self._group)
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
         buffer.tensor[: len(ids)].copy_(ids, non_blocking=True)
         buffer.copied.record()
-        return FetchedIds(buffer.tensor[: len(ids)], buffer.copied)
+        return FetchedIds(buffer.tensor[: len(ids)], buffer.copied, self._group)

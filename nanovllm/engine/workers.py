@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
@@ -24,7 +25,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.ipc import Channel, Receiver, Sender
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.utils.distributed import PeerLostError, TPGroup
+from nanovllm.utils.distributed import GPULinks, PeerLostError, TPGroup
 
 EXIT_SECONDS = 5.0  # for a worker to end by itself, then again by force
 CAUSE_SECONDS = 5.0  # for the news of a worker's end to arrive after its connections have closed
@@ -72,6 +73,7 @@ class Workers:
         self._workers: list[Worker] = []
         self._sender: Sender | None = None
         self._directory: str | None = None
+        self._group: TPGroup | None = None
 
     def start(self, config: Config) -> TPGroup:
         """Spawns the workers; returns the group of all ranks."""
@@ -84,7 +86,7 @@ class Workers:
             pipe, workers_pipe = context.Pipe()
             process = context.Process(
                 target=worker_main,
-                args=(config, rank, store_file, self._sender.channel, workers_pipe),
+                args=(config.on_rank(rank), rank, store_file, self._sender.channel, workers_pipe),
                 name=f"nanovllm-rank-{rank}",
                 daemon=True,
             )
@@ -95,21 +97,25 @@ class Workers:
         while not all(worker.is_ready for worker in self._workers):
             self.check()
             time.sleep(POLL_SECONDS)
-        group = self._connect(size, store_file)
+        self._group = self._connect(config.on_rank(0), store_file)
         shutil.rmtree(self._directory)  # all have met: should we be killed now, nothing is left
-        return group
+        if self._group.links is not None:
+            processes = [worker.process for worker in self._workers]
+            args = (processes, self._group.links)
+            Thread(target=_abort_with_first, args=args, daemon=True).start()
+        return self._group
 
-    def _connect(self, size: int, store_file: str) -> TPGroup:
+    def _connect(self, config: Config, store_file: str) -> TPGroup:
         """In a thread, so as to notice Ctrl-C, and a worker that ends before it is there."""
         future: Future[TPGroup] = Future()
 
-        def connect() -> None:
+        def meet() -> None:
             try:
-                future.set_result(TPGroup.connect(0, size, store_file))
+                future.set_result(connect(config, 0, store_file))
             except BaseException as error:
                 future.set_exception(error)
 
-        Thread(target=connect, daemon=True).start()
+        Thread(target=meet, daemon=True).start()
         while not future.done():
             self.check()
             wait([future], POLL_SECONDS)
@@ -161,6 +167,17 @@ class Workers:
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
+    def finish(self) -> None:
+        """Ends the workers gently and all that there is between the ranks. Idempotent."""
+        self.end()
+        self.close_links()
+
+    def close_links(self) -> None:
+        """Waits until NCCL has ended, as it does with the first worker. Idempotent."""
+        if self._group is not None and self._group.links is not None:
+            self._group.links.wait_for_abort(EXIT_SECONDS)
+        self._group = None
+
     def _ask_to_exit(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS
 
@@ -173,6 +190,22 @@ class Workers:
                 self._sender.send(EXIT, check)
         for worker in self._workers:
             worker.process.join(max(deadline - time.monotonic(), 0))
+
+
+def connect(config: Config, rank: int, store_file: str) -> TPGroup:
+    """Meets the other ranks; rows of hidden states are what they will often exchange."""
+    row_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
+    rows = config.max_num_seqs, row_bytes
+    size = config.tensor_parallel_size
+    return TPGroup.connect(rank, size, store_file, config.torch_device, rows)
+
+
+def _abort_with_first(processes: list[BaseProcess], links: GPULinks) -> None:
+    """Once a worker has ended, however: a GPU would wait for it without end, and then the host,
+    wherever it next waits for the GPU."""
+    wait_for_any([process.sentinel for process in processes])
+    with suppress(RuntimeError):  # NCCL may have found out itself
+        links.abort()
 
 
 @contextmanager
@@ -195,9 +228,11 @@ def worker_main(
     size = config.tensor_parallel_size
     try:
         torch.set_num_threads(max(torch.get_num_threads() // size, 1))
+        if config.torch_device.type == "cuda":
+            torch.cuda.set_device(config.torch_device)
         receiver = Receiver(channel, rank - 1)
         pipe.send(("", False))
-        runner = ModelRunner(config, TPGroup.connect(rank, size, store_file))
+        runner = ModelRunner(config, connect(config, rank, store_file))
         while message := receiver.receive():
             runner.launch(pickle.loads(message))
         runner.exit()
