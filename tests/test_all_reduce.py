@@ -1,0 +1,158 @@
+"""Exchanges through peer memory, each rank in a process: GPUs, or shared CPU memory interpreted."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.peer_memory import MIN_ROWS, ONE_SHOT_BYTES, PeerMemory
+
+pytest.importorskip("triton")
+from nanovllm.kernels.all_reduce import all_gather, all_reduce_add_rms_norm
+
+EPS = 1e-6
+NUM_ROWS, ROW_BYTES = 6, 1024
+CPU = torch.device("cpu")
+
+
+def part(rank: int, call: int, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank contributes to a call; any process can say."""
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randn(rows, size, generator=generator).to(dtype)
+
+
+def expected_norm(
+    parts: list[torch.Tensor], residual: torch.Tensor | None, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for x in parts:
+        total += x.float()
+    norm = RMSNorm(len(weight), EPS)
+    norm.weight.data = weight
+    out, total = norm.add_forward(total.to(parts[0].dtype), residual)
+    return out, total
+
+
+def check_call(peers: PeerMemory, device: torch.device, call: int, dtype: torch.dtype) -> None:
+    """A call with a shape of its own, of which all ranks must know the same."""
+    rng = random.Random(call)
+    rows, size = rng.randint(1, NUM_ROWS), rng.choice([64, 100, 256])
+    parts = [part(rank, call, rows, size, dtype) for rank in range(peers.size)]
+    x = parts[peers.rank].to(device, copy=True)
+    if call % 4 == 3:
+        words = x.view(torch.int32) if x.shape[1] % 2 == 0 else x.int()
+        gathered = all_gather(words, peers)
+        assert torch.equal(gathered.view(dtype).cpu(), torch.stack(parts))
+        return
+    weight = 1 + part(0, -call, 1, size, dtype)[0]
+    residual = part(0, -call, rows, size, dtype) if call % 4 else None
+    given = None if residual is None else residual.to(device, copy=True)
+    out, total = all_reduce_add_rms_norm(x, given, weight.to(device), EPS, peers)
+    expected = expected_norm(parts, residual, weight)
+    assert total is (x if given is None else given)
+    assert torch.equal(total.cpu(), expected[1])
+    torch.testing.assert_close(out.cpu(), expected[0], atol=2e-2, rtol=1e-2)
+
+
+def on_cpu(rank: int, memory: list[torch.Tensor]) -> None:
+    peers = PeerMemory(
+        rank,
+        len(memory),
+        NUM_ROWS,
+        ROW_BYTES,
+        addresses=torch.tensor([m.data_ptr() for m in memory]),
+        sequence=torch.zeros(NUM_ROWS, dtype=torch.int64),
+        is_aborted=torch.zeros(1, dtype=torch.int32),
+    )
+    for call in range(40):
+        check_call(peers, CPU, call, (torch.float32, torch.float16)[call % 2])
+    if rank == 0:  # alone: ends nevertheless
+        peers.abort()
+        all_gather(torch.zeros(3, dtype=torch.int32), peers)
+
+
+def on_gpu(rank: int, size: int, store_file: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = TPGroup.connect(rank, size, store_file, device, (NUM_ROWS, ROW_BYTES))
+    peers = group.peers
+    assert peers is not None, "these GPUs cannot share memory"
+    for dtype in (torch.float32, torch.bfloat16):
+        for call in range(100):
+            check_call(peers, device, call, dtype)
+        x = torch.ones(100_000, device=device, dtype=dtype)
+        assert (group.all_reduce(x) == size).all()
+        assert (group.all_gather(x[:7]) == size).all()
+    check_graph(peers, device)
+    group.min(rank)
+
+
+def check_graph(peers: PeerMemory, device: torch.device) -> None:
+    """Replayed many times over changing inputs, a chain of exchanges of different shapes."""
+    rows, size = MIN_ROWS, ROW_BYTES // 2
+    weight = torch.ones(size, device=device, dtype=torch.bfloat16)
+    x = torch.zeros(rows, size, device=device, dtype=torch.bfloat16)
+
+    def chain() -> list[torch.Tensor]:
+        sums = []
+        for n in (rows, 1, 5, rows - 1, 2):
+            _, total = all_reduce_add_rms_norm(x[:n].clone(), None, weight, EPS, peers)
+            sums += [total, all_gather(x[:n].view(torch.int32), peers)]
+        return sums
+
+    chain()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outs = chain()
+    for call in range(300):
+        parts = [part(rank, call, rows, size, x.dtype) for rank in range(peers.size)]
+        x.copy_(parts[peers.rank])
+        graph.replay()
+        total = torch.stack(parts).float().sum(dim=0).to(x.dtype)
+        for i, n in enumerate((rows, 1, 5, rows - 1, 2)):
+            assert torch.equal(outs[2 * i].cpu(), total[:n])
+            gathered = outs[2 * i + 1].view(x.dtype).cpu()
+            assert torch.equal(gathered, torch.stack([p[:n] for p in parts]))
+
+
+def run_ranks(target: Callable[..., None], size: int, *args: Any) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=target, args=(i, *args), daemon=True) for i in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0] * size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_on_the_cpu(size: int) -> None:
+    num_bytes = 8 * size * NUM_ROWS + 16 + 2 * NUM_ROWS * ROW_BYTES
+    memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    run_ranks(on_cpu, size, memory)
+
+
+@pytest.mark.gpu2
+def test_ranks_on_gpus(tmp_path: Path) -> None:
+    run_ranks(on_gpu, 2, 2, str(tmp_path / "store"))
+
+
+def test_what_it_holds() -> None:
+    none = torch.empty(0)
+    peers = PeerMemory(0, 2, 512, 8192, none, none, none)
+    assert peers.holds(512, 4096)
+    assert not peers.holds(513, 64)
+    assert not peers.holds(1, 8200)
+    assert peers.holds(512, 8192) == (512 * 8192 <= ONE_SHOT_BYTES)
+    assert not PeerMemory(0, 8, 512, 8192, none, none, none).holds(512, 8192)
