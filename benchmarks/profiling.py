@@ -1,6 +1,7 @@
 """Where the time goes inside steps: a trace and table of a run, and tables of single decode steps.
 
-All of it through torch's profiler: kernels on a GPU, operators on the CPU.
+All of it through torch's profiler: kernels on a GPU, operators on the CPU. With several ranks it is
+rank 0 that is shown; the kernels that sum over the ranks then include the wait for the others.
 """
 
 from collections import defaultdict
@@ -15,7 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.attention import Attention
 
@@ -163,8 +165,6 @@ def _recorded(profiler: Any, device: torch.device) -> Iterator[Activity]:
 def _obstacle(llm: LLM, batch: int, context: int) -> str | None:
     """Why this engine cannot run the case, None if it can."""
     config = llm.config
-    if config.tensor_parallel_size > 1:
-        return "it needs an engine on one device"
     if batch > config.max_num_seqs:
         return f"max_num_seqs is {config.max_num_seqs}"
     longest = int(context_lens(batch, context).max()) + MAX_STEPS
@@ -184,33 +184,39 @@ class _DecodeLoop:
     def __init__(self, llm: LLM, batch: int, context: int, temperature: float) -> None:
         self.batch, self.context = batch, context
         self.device = llm.config.torch_device
-        self.temperature = temperature
-        runner = llm._check_open()
-        assert isinstance(runner, ModelRunner), "one device"
-        self._runner = runner
-        self._lens = torch.from_numpy(context_lens(batch, context))
-        longest = int(self._lens.max()) + MAX_STEPS
-        self._width = _blocks_for(llm, longest)
+        self._runner = llm._check_open()
+        lens = context_lens(batch, context).tolist()
+        longest = max(lens) + MAX_STEPS
+        width = _blocks_for(llm, longest)
+        tables = np.random.default_rng(0).permutation(batch * width).reshape(batch, width).tolist()
+        self._num_blocks = batch * width
         rows = list(range(batch))
+        chunks = [
+            PrefillChunk(num - 1, [0], is_last=True, init=RowInit(temperature, row, table))
+            for row, num, table in zip(rows, lens, tables, strict=True)
+        ]
+        self._start = ScheduledBatch(rows, rows, chunks, [], max_context_len=max(lens))
         self._batch = ScheduledBatch(rows, rows, [], [], max_context_len=longest)
 
     def reset(self) -> None:
-        """Rows as after a prefill, their blocks scattered over the first of the pool, all of random
-        K/V (zeros run faster than data)."""
-        num_blocks = self.batch * self._width
-        tables = np.random.default_rng(0).permutation(num_blocks).reshape(self.batch, self._width)
-        state = self._runner.rows
+        """Rows as after a prefill, of which only the last token is computed; their blocks scattered
+        over the first of the pool, all of random K/V (zeros run faster than data)."""
         self.synchronize()
         with torch.inference_mode():
-            for layer in self._runner.model.modules():
+            for layer in self._local_runner().model.modules():
                 if isinstance(layer, Attention):
-                    layer.k_cache[:num_blocks].normal_()
-                    layer.v_cache[:num_blocks].normal_()
-            tables_on_device = torch.from_numpy(tables).to(state.block_tables)
-            state.block_tables[: self.batch, : self._width] = tables_on_device
-            state.context_lens[: self.batch] = self._lens.to(self.device)
-            state.temperatures[: self.batch] = self.temperature
+                    layer.k_cache[: self._num_blocks].normal_()
+                    layer.v_cache[: self._num_blocks].normal_()
         self.synchronize()
+        self._runner.launch(self._start).token_ids()
+
+    def _local_runner(self) -> ModelRunner:
+        """This process's; other ranks' K/V stays as it is."""
+        runner = self._runner
+        if isinstance(runner, TensorParallelExecutor):
+            assert runner._runner is not None
+            return runner._runner
+        return runner
 
     def run(self, num_steps: int) -> float:
         """Steps, the host one ahead; returns the seconds spent in launches."""

@@ -1,7 +1,7 @@
 """A user's script on two ranks, for tests that interrupt or kill it.
 
-Usage: parallel_script.py MODEL WHAT. Prints "starting", then "ready", then does WHAT: `generate` or
-`sleep` for ever, or `fail`.
+Usage: parallel_script.py MODEL WHAT DEVICE. Prints "starting", then "ready", then does WHAT:
+`generate` or `sleep` for ever, or `fail`.
 """
 
 import sys
@@ -12,9 +12,10 @@ from nanovllm import LLM, SamplingParams
 PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
 
 
-def main(model: str, what: str) -> None:
+def main(model: str, what: str, device: str) -> None:
     print("starting", flush=True)
-    llm = LLM(model, device="cpu", max_model_len=128, num_kvcache_blocks=64, tensor_parallel_size=2)
+    sizes = {"max_model_len": 128, "num_kvcache_blocks": 64, "max_num_seqs": 16}
+    llm = LLM(model, device=device, tensor_parallel_size=2, **sizes)
     llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
     print("ready", flush=True)
     while what == "generate":

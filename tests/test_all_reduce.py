@@ -154,5 +154,5 @@ def test_what_it_holds() -> None:
     assert peers.holds(512, 4096)
     assert not peers.holds(513, 64)
     assert not peers.holds(1, 8200)
-    assert peers.holds(512, 8192) == (512 * 8192 <= ONE_SHOT_BYTES)
+    assert peers.holds(512, 8192) == (ONE_SHOT_BYTES >= 512 * 8192)
     assert not PeerMemory(0, 8, 512, 8192, none, none, none).holds(512, 8192)

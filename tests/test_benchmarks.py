@@ -14,6 +14,7 @@ from benchmarks import figure, growth, profiling
 from benchmarks.phases import Mark, split
 from benchmarks.profiling import Activity, Row, busy_ms, context_lens, rows_of
 from benchmarks.roofline import Rates, Shape, floor, num_decode_steps, si
+from nanovllm import LLM
 from tests.checkpoints import make_checkpoint
 
 QWEN3_0_6B = Shape(
@@ -158,6 +159,16 @@ def test_bench_measures_all_it_can(
     assert re.search(r"^Decode step, batch 6, mean context 40: wall \d+\.\d{3}ms, busy", out, re.M)
     assert "aten::" in out
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+def test_decode_steps_of_two_ranks(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "DECODE_CASES", ((6, 40),))
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "num_kvcache_blocks": 64}
+    config = {"device": "cpu", "kvcache_block_size": 16, "tensor_parallel_size": 2}
+    with LLM(str(tiny_qwen3), **sizes, **config) as llm:
+        (step,) = profiling.profile_decode(llm, temperature=0.6)
+    assert step.wall_ms > 0
+    assert step.kernels
 
 
 @pytest.mark.parametrize("option", ["--json", "--profile"])

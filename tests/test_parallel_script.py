@@ -21,6 +21,7 @@ llm = LLM(sys.argv[1], device="cpu", max_model_len=64, tensor_parallel_size=2)
 """
 SECONDS = 10.0  # within which all must be gone
 Run = Callable[..., "Script"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)]
 
 
 def until(is_so: Callable[[], object], seconds: float) -> None:
@@ -81,8 +82,9 @@ def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
     """Starts the script on the tiny model, to do what it is told."""
     scripts: list[Script] = []
 
-    def start(what: str = "", script: str | Path = SCRIPT) -> Script:
-        scripts.append(Script([*str(script).split("\0"), str(tiny_qwen3), what], tmp_path))
+    def start(what: str = "", script: str | Path = SCRIPT, device: str = "cpu") -> Script:
+        args = [*str(script).split("\0"), str(tiny_qwen3), what, device]
+        scripts.append(Script(args, tmp_path))
         return scripts[-1]
 
     yield start
@@ -92,9 +94,9 @@ def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
         script.process.wait()
 
 
-def start(run: Run, what: str) -> Script:
+def start(run: Run, what: str, device: str = "cpu") -> Script:
     """The script, about to do what it is told."""
-    script = run(what)
+    script = run(what, device=device)
     for line in ("starting", "ready"):
         script.wait_for(line)
     return script
@@ -136,8 +138,9 @@ def test_ctrl_c_while_loading(run: Run, seconds: float) -> None:
     assert errors.count("Traceback (most recent call last)") == 1, "workers have nothing to say"
 
 
-def test_ctrl_c_in_generate(run: Run) -> None:
-    script = start(run, "generate")
+@pytest.mark.parametrize("device", DEVICES)
+def test_ctrl_c_in_generate(run: Run, device: str) -> None:
+    script = start(run, "generate", device)
     script.ctrl_c()
     errors = script.check_gone()
     assert script.process.returncode == -signal.SIGINT
@@ -155,9 +158,10 @@ def test_ctrl_c_while_idle(run: Run, is_stopped: bool) -> None:
     assert script.process.returncode == -signal.SIGINT
 
 
-def test_second_ctrl_c_where_a_step_hangs(run: Run) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_ctrl_c_where_a_step_hangs(run: Run, device: str) -> None:
     """The first is for the end of the step."""
-    script = start(run, "generate")
+    script = start(run, "generate", device)
     (worker,) = script.workers()
     worker.suspend()
     script.ctrl_c()
@@ -168,9 +172,10 @@ def test_second_ctrl_c_where_a_step_hangs(run: Run) -> None:
     assert script.process.returncode == -signal.SIGINT
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("what", ["generate", "sleep"])
-def test_parent_killed(run: Run, what: str) -> None:
-    script = start(run, what)
+def test_parent_killed(run: Run, what: str, device: str) -> None:
+    script = start(run, what, device)
     script.process.kill()
     script.check_gone()
 

@@ -98,6 +98,9 @@ def _all_reduce_add_rms_norm_kernel(
     offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
     part = tl.load(x_ptr + row * size + cols, mask=mask, other=0.0)
     tl.store(_at(addresses_ptr, RANK, offset, dtype) + cols, part, mask=mask)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0).to(tl.float32)
     _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
@@ -105,10 +108,8 @@ def _all_reduce_add_rms_norm_kernel(
         total += part.to(tl.float32)
     x = total.to(dtype)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        x = (x.to(tl.float32) + residual).to(dtype)
     tl.store(residual_ptr + row * size + cols, x, mask=mask)
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
 
 

@@ -165,7 +165,7 @@ class TPGroup:
 
     def min(self, value: int) -> int:
         """The smallest of the ranks' values; no rank returns before all have called."""
-        return int(self.all_gather(torch.tensor(value)).min())
+        return int(self.all_gather(torch.tensor(value, device="cpu")).min())
 
     def _complete(self, work: Any) -> None:
         """Waits, in pieces: Python serves signals only between them."""

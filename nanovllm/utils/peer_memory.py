@@ -73,14 +73,15 @@ def connect_peers(
     except OSError:
         shared = None
     handle = shared.handle if shared is not None else bytes(HANDLE_BYTES)
-    handles = all_gather(torch.tensor(list(handle), dtype=torch.uint8))
+    handles = all_gather(torch.tensor(list(handle), dtype=torch.uint8, device="cpu"))
     is_able = bool(handles.any(dim=1).all())
     if shared is not None and is_able:
         try:
             shared.open([bytes(row.tolist()) for row in handles])
         except OSError:
             is_able = False
-    if not bool(all_gather(torch.tensor(is_able)).all()) or shared is None:
+    are_able = all_gather(torch.tensor(int(is_able), device="cpu"))
+    if shared is None or not are_able.all():
         return None
     return PeerMemory(
         rank=rank,
@@ -89,7 +90,7 @@ def connect_peers(
         row_bytes=row_bytes,
         addresses=torch.tensor(shared.addresses, dtype=torch.int64, device=device),
         sequence=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        is_aborted=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+        is_aborted=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
         owner=shared,
     )
 
