@@ -49,8 +49,9 @@ class TensorParallelExecutor:
 
     def exit(self) -> None:
         """Ends all ranks and frees everything. Idempotent."""
-        self._drop_runner()
-        self._workers.finish()
+        self._workers.end()
+        self._drop_runner()  # not before: a step in flight ends with the workers, at the latest
+        self._workers.close_links()
 
     def _fail(self, error: BaseException) -> None:
         """Ends all ranks; if another rank's end is behind `error`, raises that instead."""

@@ -5,11 +5,11 @@ process is the user's. Gloo joins CPUs and exchanges what only the hosts must kn
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from nanovllm.utils.peer_memory import PeerMemory, connect_peers
 
 TIMEOUT = timedelta(minutes=10)  # for ranks that differ in speed; a peer's end is noticed at once
 PIECE = timedelta(seconds=0.2)
+ABORT_SECONDS = 1.0  # for a call of NCCL to return
+CLOSE_SECONDS = 5.0  # for NCCL to end
 CPU = torch.device("cpu")
 # NCCL's watchdog ends the process if a peer is lost or it is not served in time. This process is
 # the user's, who gets an error instead: the engine itself watches its workers and aborts.
@@ -48,6 +50,7 @@ class GPULinks:
     ) -> None:
         """rows: number and bytes of the rows that are often exchanged, for `PeerMemory`."""
         self.is_aborted = False
+        self._calling = Lock()  # NCCL
         self._has_ended = Event()
         with torch.cuda.device(device):
             free = torch.cuda.mem_get_info(device)[0]
@@ -56,17 +59,27 @@ class GPULinks:
             store = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
             with _environment(WATCHDOG_OFF):
                 self._nccl: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-            self.all_reduce(torch.zeros(1, device=device))  # connects
-            torch.cuda.synchronize(device)
+            # Now, and with nothing on the GPU: a wait for a rank that ends meanwhile would stay.
+            self._nccl.eager_connect_single_device(device)
+            torch.cuda.synchronize(device)  # this thread has a context now
             self.peers = connect_peers(group.rank, group.size, device, rows, group.all_gather)
             self.num_bytes = free - torch.cuda.mem_get_info(device)[0]
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        _finish(self._nccl.allreduce([x], _on_current_stream(dist.AllreduceOptions())))
+        options = _on_current_stream(dist.AllreduceOptions())
+        self._call(lambda: self._nccl.allreduce([x], options))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         options = _on_current_stream(dist.distributed_c10d.AllgatherOptions())  # type: ignore[attr-defined]
-        _finish(self._nccl._allgather_base(out, x, options))
+        self._call(lambda: self._nccl._allgather_base(out, x, options))
+
+    def _call(self, collective: Callable[[], Any]) -> None:
+        with self._calling:
+            if self.is_aborted:
+                raise PeerLostError("another rank has ended, or hangs")
+            work = collective()
+            if work is not None:  # it runs on a stream of its own: have the current one wait
+                work.wait()
 
     def abort(self) -> None:
         """Ends what waits for a peer on the GPU, at once; returns when NCCL has ended too, for
@@ -75,13 +88,20 @@ class GPULinks:
         if self.peers is not None:
             self.peers.abort()
         abort = getattr(self._nccl, "abort", None) or self._nccl._abort
+        # Not during a call, which would use what is freed; but a call may be what hangs.
+        is_calling = not self._calling.acquire(timeout=ABORT_SECONDS)
         try:
             abort()
         finally:
             self._has_ended.set()
+            if not is_calling:
+                self._calling.release()
 
-    def wait_for_abort(self, seconds: float) -> None:
-        self._has_ended.wait(seconds)
+    def close(self) -> None:
+        """Once aborted, and with nothing left that would use it. Idempotent."""
+        self._has_ended.wait(CLOSE_SECONDS)
+        if self.peers is not None:
+            self.peers.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +208,6 @@ def _on_current_stream(options: Any) -> Any:
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
-
-
-def _finish(work: Any) -> None:
-    """Has the current stream wait for `work`, None where it runs on that stream."""
-    if work is not None:
-        work.wait()
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class PeerMemory:
     addresses: torch.Tensor
     sequence: torch.Tensor
     is_aborted: torch.Tensor
-    owner: Any = None  # what frees the memory once nobody has it
+    memory: "SharedMemory | None" = None  # at the addresses
 
     @property
     def rows_offset(self) -> int:
@@ -51,6 +51,11 @@ class PeerMemory:
 
     def abort(self) -> None:
         self.is_aborted.fill_(1)
+
+    def close(self) -> None:
+        """Frees the memory. Idempotent."""
+        if self.memory is not None:
+            self.memory.close()
 
 
 def connect_peers(
@@ -81,7 +86,10 @@ def connect_peers(
         except OSError:
             is_able = False
     are_able = all_gather(torch.tensor(int(is_able), device="cpu"))
-    if shared is None or not are_able.all():
+    if shared is None:
+        return None
+    if not are_able.all():
+        shared.close()
         return None
     return PeerMemory(
         rank=rank,
@@ -91,7 +99,7 @@ def connect_peers(
         addresses=torch.tensor(shared.addresses, dtype=torch.int64, device=device),
         sequence=torch.zeros(num_rows, dtype=torch.int64, device=device),
         is_aborted=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
-        owner=shared,
+        memory=shared,
     )
 
 
@@ -145,9 +153,11 @@ class SharedMemory:
                 )
                 self.addresses[peer] = address.value
 
-    def __del__(self) -> None:
-        for peer, address in enumerate(self.addresses):
-            if address:  # whatever it returns: the driver may have gone
+    def close(self) -> None:
+        """Idempotent."""
+        addresses, self.addresses = self.addresses, [0] * len(self.addresses)
+        for peer, address in enumerate(addresses):
+            if address:  # whatever it returns: the driver may be shutting down
                 name = "cuMemFree_v2" if peer == self._rank else "cuIpcCloseMemHandle"
                 _driver()[name](ctypes.c_uint64(address))
 
