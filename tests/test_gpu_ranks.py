@@ -1,8 +1,12 @@
 """What ranks on GPUs need that shows without any: their devices, and waits that end."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from threading import Barrier, Event, Lock, Thread, local
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from nanovllm.config import Config
 from nanovllm.engine import executor, staging
 from nanovllm.engine.llm_engine import make_runner
 from nanovllm.engine.workers import Workers
-from nanovllm.utils.distributed import PeerLostError, TPGroup
+from nanovllm.utils import distributed, peer_memory
+from nanovllm.utils.distributed import GPULinks, PeerLostError, TPGroup
+from nanovllm.utils.peer_memory import PeerMemory, connect_peers
 
 
 def test_waiting_for_a_gpu_ends_with_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +51,103 @@ def test_ranks_take_the_first_gpus(tiny_qwen3: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(executor, "has_nccl", lambda: False)
     with pytest.raises(RuntimeError, match="needs NCCL"):
         make_runner(config)
+
+
+def make_links(**nccl: Callable[..., object]) -> GPULinks:
+    links = GPULinks.__new__(GPULinks)
+    links.is_aborted = False
+    links._calling, links._has_ended = Lock(), Event()
+    links._nccl = SimpleNamespace(**nccl)
+    links.peers = None
+    return links
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_nccl_is_aborted_between_calls_unless_one_hangs(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "ABORT_SECONDS", 0.3)
+    events: list[str] = []
+    is_calling, may_return = Event(), Event()
+
+    def allreduce(*_: object) -> None:
+        is_calling.set()
+        may_return.wait(5 if hangs else 0.1)
+        events.append("returned")
+
+    def abort() -> None:
+        events.append("aborted")
+        may_return.set()
+
+    links = make_links(allreduce=allreduce, abort=abort)
+    caller = Thread(target=links.all_reduce, args=(torch.zeros(1),))
+    caller.start()
+    is_calling.wait()
+    links.abort()
+    caller.join()
+    assert events == (["aborted", "returned"] if hangs else ["returned", "aborted"])
+    links.close()
+    with pytest.raises(PeerLostError):
+        links.all_reduce(torch.zeros(1))
+
+
+class Driver:
+    """Hands out addresses; `opening` another rank's memory fails where told."""
+
+    def __init__(self, can_open: bool) -> None:
+        self.can_open = can_open
+        self.held: set[int] = set()
+
+    def call(self, name: str, *args: Any) -> None:
+        if name == "cuDeviceGetP2PAttribute":
+            args[0]._obj.value = 1
+        elif name == "cuMemAlloc_v2":
+            args[0]._obj.value = 0x1000
+            self.held.add(0x1000)
+        elif name == "cuIpcGetMemHandle":
+            args[0]._obj.reserved = b"handle"
+        elif name == "cuIpcOpenMemHandle_v2":
+            if not self.can_open:
+                raise OSError
+            assert args[1].reserved == b"handle"
+            args[0]._obj.value = 0x2000
+            self.held.add(0x2000)
+
+    def __getitem__(self, name: str) -> Callable[..., None]:
+        assert name in ("cuMemFree_v2", "cuIpcCloseMemHandle")
+        return lambda address: self.held.remove(address.value)
+
+
+@pytest.mark.parametrize("can_open", [(True, True), (True, False)])
+def test_peer_memory_is_there_on_all_ranks_or_none(
+    can_open: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers, own = [Driver(can) for can in can_open], local()
+    monkeypatch.setattr(peer_memory, "_call", lambda *args: own.driver.call(*args))
+    monkeypatch.setattr(peer_memory, "_driver", lambda: own.driver)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
+    barrier, slots = Barrier(2), [torch.empty(0)] * 2
+
+    def connect(rank: int) -> PeerMemory | None:
+        own.driver = drivers[rank]
+
+        def all_gather(x: torch.Tensor) -> torch.Tensor:
+            slots[rank] = x
+            barrier.wait(5)
+            out = torch.stack(slots)
+            barrier.wait(5)
+            return out
+
+        peers = connect_peers(rank, 2, torch.device("cpu"), (100, 4000), all_gather)
+        if peers is not None:
+            assert peers.addresses.tolist() == [0x1000, 0x2000][:: 1 if rank == 0 else -1]
+            assert (peers.num_rows, peers.row_bytes, peers.rows_offset) == (100, 4000, 1600)
+            for _ in range(2):
+                peers.close()
+        return peers
+
+    with ThreadPoolExecutor(2) as pool:
+        connected = list(pool.map(connect, range(2)))
+    assert [peers is not None for peers in connected] == [all(can_open)] * 2
+    assert [driver.held for driver in drivers] == [set(), set()]

@@ -5,6 +5,7 @@ tests also run the full grids and bf16.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -258,6 +259,39 @@ def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
     untouched = torch.ones(num_rows, dtype=torch.bool)
     untouched[rows[valid]] = False
     assert (last_tokens.cpu()[untouched] == -7).all()
+
+
+@pytest.mark.parametrize("vocab", [9, 509, 9001])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> None:
+    """As on one rank; padding never wins, not even over negative logits."""
+    n, share = 8, -(-vocab // num_ranks)
+    logits = randn(n, vocab, dtype=torch.float32) - 1000
+    logits[1] = logits[2] = -2000  # a tie of all ranks
+    logits[2, vocab // 2] = -0.0
+    logits[2, 1] = 0.0
+    rows = torch.arange(n, device=DEVICE)
+    temperatures = torch.tensor([0, 0, 0, 0, 0.5, 1, 1.5, 2], device=DEVICE)
+    seeds, positions = rows * 0x123456789ABCDEF, rows * 37
+    _, expected = best_tokens(logits, temperatures, seeds, positions)
+    padded = torch.nn.functional.pad(logits, (0, num_ranks * share - vocab), value=float("-inf"))
+    shares = [part.contiguous() for part in padded.split(share, dim=1)]
+
+    def sample_on_each(gather: Callable[[torch.Tensor], torch.Tensor]) -> list[list[int]]:
+        ids = []
+        for rank, part in enumerate(shares):
+            last_tokens = torch.zeros_like(rows)
+            state = (temperatures, seeds, positions, last_tokens)
+            sampled = sample(part, rows, *state, first_id=rank * share, gather=gather)
+            assert torch.equal(sampled, last_tokens)
+            ids.append(sampled.tolist())
+        return ids
+
+    bests: list[torch.Tensor] = []
+    sample_on_each(lambda best: [bests.append(best), best.unsqueeze(0)][1])
+    assert sample_on_each(lambda _: torch.stack(bests)) == [expected.tolist()] * num_ranks
+    assert expected[1] == 0
+    assert expected[2] == 1
 
 
 @dtypes
