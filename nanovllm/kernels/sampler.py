@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 2048
+TILE = 1024
 TARGET_PROGRAMS = 2048  # what fills the GPU; fewer, longer chunks skip more tiles
 
 
