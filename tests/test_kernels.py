@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention
 from nanovllm.kernels.layernorm import add_rms_norm
+from nanovllm.kernels.linear import CANDIDATES, Slices, Tiling
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.qkv import norm_rope_store
 from nanovllm.kernels.rows import decode_inputs
@@ -216,9 +217,38 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
     norm.weight.data = randn(size, dtype=dtype, seed=2)
     total = x + residual
     assert_close(add_rms_norm(x, None, norm.weight.data, 1e-6)[0], norm(x), dtype)
-    out, new_residual = add_rms_norm(x, residual, norm.weight.data, 1e-6)
+    out, new_residual = add_rms_norm(x, residual.clone(), norm.weight.data, 1e-6)
     assert_close(out, norm(total), dtype)
     assert torch.equal(new_residual, total)
+    if dtype != torch.float32:
+        parts = torch.stack((x.float() * 0.25, x.float() * 0.5, x.float() * 0.25))  # exact
+        out_of_parts = add_rms_norm(parts, residual, norm.weight.data, 1e-6)
+        assert torch.equal(out_of_parts[1], total)
+        assert torch.equal(out_of_parts[0], out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("product", {p: 0 for ps in CANDIDATES.values() for p in ps}, ids=str)
+def test_products(product: Tiling | Slices, dtype: torch.dtype) -> None:
+    weight = randn(256, 1024, dtype=dtype)
+    if not product.fits(weight):
+        pytest.skip("for other GPUs")
+    for num_rows in (1, 70) + (16, 200) * HAS_GPU:
+        x = randn(num_rows, 1024, dtype=dtype, seed=num_rows)
+        out = product.multiply(x, weight)
+        if product.splits > 1:
+            assert out.shape == (product.splits, num_rows, 256)
+            assert out.dtype == torch.float32
+            out = out.sum(0)
+        assert_close(out.to(dtype), x.float() @ weight.float().T, dtype)
+
+
+def test_a_tiling_fits_what_it_divides() -> None:
+    tiling = Tiling(16, 64, 64, stages=3, warps=4, splits=2)
+    assert tiling.fits(torch.empty(192, 384, dtype=torch.float16))
+    assert not tiling.fits(torch.empty(96, 384, dtype=torch.float16))
+    assert not tiling.fits(torch.empty(192, 64 * 3, dtype=torch.float16))
+    assert not tiling._replace(stages=99).fits(torch.empty(192, 384, dtype=torch.float16))
 
 
 @dtypes

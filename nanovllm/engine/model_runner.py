@@ -13,6 +13,7 @@ from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
 from nanovllm.engine.kv_cache import cpu_pool_bytes, cuda_pool_bytes, resolve_num_blocks
 from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
+from nanovllm.engine.tuning import tune_linears
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
@@ -126,6 +127,8 @@ class ModelRunner:
         if self.backend.name == "torch":
             sizes = []  # it reads lengths on the host
         self._bind_pool(1)
+        if sizes:
+            tune_linears(self.model, sizes[-1])
         working_bytes = self._activation_bytes() + self._graph_bytes(sizes)
         pool_bytes = self.group.min(cuda_pool_bytes(config, free_at_start, working_bytes))
         num_blocks = resolve_num_blocks(config, self._block_bytes(), pool_bytes)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.layernorm import normalised
+from nanovllm.kernels.layernorm import load_sum, normalised
 
 POLLS = tl.constexpr(1024)  # between looks at host memory, each of which takes a microsecond
 
@@ -73,8 +73,8 @@ def _meet(
 
 @triton.jit
 def _all_reduce_add_rms_norm_kernel(
-    x_ptr,  # [num_rows, size]
-    residual_ptr,  # as x; x_ptr if there is none
+    x_ptr,  # [PARTS, num_rows, size]
+    residual_ptr,  # [num_rows, size]; x_ptr if there is none
     weight_ptr,
     out_ptr,
     addresses_ptr,
@@ -83,20 +83,22 @@ def _all_reduce_add_rms_norm_kernel(
     rows_offset,
     slot_bytes,
     row_bytes,
+    part_size,
     size,
     eps,
+    PARTS: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
     sequence = tl.load(sequence_ptr + row) + 1
     offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
-    part = tl.load(x_ptr + row * size + cols, mask=mask, other=0.0)
+    part = load_sum(x_ptr, row * size + cols, part_size, mask, dtype, PARTS)
     tl.store(_at(addresses_ptr, RANK, offset, dtype) + cols, part, mask=mask)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
@@ -118,10 +120,11 @@ def all_reduce_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` of the sum of all ranks' x, of which `residual` (or else x) takes the sum.
 
-    x, residual [t, size]; peers: a `PeerMemory` that holds x.
+    x, residual [t, size]; x may come in parts, fp32 [n, t, size], with a residual.
+    peers: a `PeerMemory` that holds rows of x.
     """
-    num_rows, size = x.shape
-    out = torch.empty_like(x)
+    num_rows, size = x.shape[-2:]
+    out = weight.new_empty(num_rows, size)
     block = triton.next_power_of_2(size)
     _all_reduce_add_rms_norm_kernel[(num_rows,)](
         x,
@@ -129,8 +132,10 @@ def all_reduce_add_rms_norm(
         weight,
         out,
         *_arguments(peers),
+        num_rows * size,
         size,
         eps,
+        PARTS=len(x) if x.dim() == 3 else 1,
         RANK=peers.rank,
         SIZE=peers.size,
         HAS_RESIDUAL=residual is not None,

@@ -1,4 +1,5 @@
-"""RMSNorm fused with the residual add before it; rounds where the torch layer does."""
+"""RMSNorm fused with the residual add before it, and with the sum of what comes in parts; rounds
+where the torch layer does."""
 
 import torch
 import triton
@@ -15,20 +16,31 @@ def normalised(x, weight, size, eps):
 
 
 @triton.jit
+def load_sum(x_ptr, offset, part_size, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of x's parts, which lie `part_size` elements apart, in `dtype`."""
+    total = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x_ptr + part * part_size + offset, mask=mask, other=0.0)
+    return total.to(dtype)
+
+
+@triton.jit
 def _add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
+    part_size,
     size,
     eps,
+    PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
-    x = tl.load(x_ptr + row * size + cols, mask=mask, other=0.0)
+    x = load_sum(x_ptr, row * size + cols, part_size, mask, out_ptr.dtype.element_ty, PARTS)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -40,17 +52,20 @@ def _add_rms_norm_kernel(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [t, size] -> (norm(x + residual), x + residual); the sum replaces `residual`."""
-    num_tokens, size = x.shape
-    out = torch.empty_like(x)
+    """x, residual [t, size] -> (norm(x + residual), x + residual); the sum replaces `residual`.
+    x may come in parts, fp32 [n, t, size], with a residual."""
+    num_tokens, size = x.shape[-2:]
+    out = weight.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
     _add_rms_norm_kernel[(num_tokens,)](
         x,
         residual,
         weight,
         out,
+        num_tokens * size,
         size,
         eps,
+        PARTS=len(x) if x.dim() == 3 else 1,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),

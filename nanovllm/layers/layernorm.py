@@ -28,13 +28,18 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [t, size] -> (norm(x + residual), x + residual), x summed over the ranks;
-        None counts as zeros. Both may be overwritten."""
+        None counts as zeros. Both may be overwritten.
+
+        x may come in parts, fp32 [n, t, size] on a GPU; their sum is rounded before anything else.
+        """
+        num_rows, size = x.shape[-2:]
         peers = self.group.peers
-        if peers is not None and peers.holds(len(x), x.shape[1] * x.itemsize):
+        if peers is not None and peers.holds(num_rows, size * self.weight.itemsize):
             from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm
 
             return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, peers)
-        x = self.group.all_reduce(x)
+        if self.group.size > 1:
+            x = self.group.all_reduce(x if x.dim() == 2 else x.sum(0).to(self.weight.dtype))
         if x.is_cuda:
             from nanovllm.kernels.layernorm import add_rms_norm
 

@@ -6,6 +6,7 @@ features].
 """
 
 import platform
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,18 @@ from torch import nn
 
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
+
+
+class Product(Protocol):
+    """A way to multiply few rows, of kernels/linear.py."""
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [t, size], weight [n, size] -> [t, n], or partial sums of it, fp32 [..., t, n]"""
+        ...
+
+
+# Largest number of rows, and how to multiply those; ascending. None is torch's own way.
+Products = tuple[tuple[int, Product | None], ...]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -41,12 +54,34 @@ def _can_reorder(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-class MergedColumnParallelLinear(nn.Module):
+class TunableLinear(nn.Module):
+    """y = x W^T (+ bias), on a GPU for few rows by the fastest of `products`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    products: Products = ()
+    leaves_partial_sums: ClassVar[bool]  # whether y may be summands of it: see `RMSNorm`
+
+    @property
+    def is_tunable(self) -> bool:
+        return self.weight.is_cuda and self.weight.itemsize == 2 and self.bias is None
+
+    def finish_loading(self) -> None:
+        self.weight = reordered(self.weight)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        product = next((product for limit, product in self.products if len(x) <= limit), None)
+        return linear(x, self.weight, bias) if product is None else product.multiply(x, self.weight)
+
+
+class MergedColumnParallelLinear(TunableLinear):
     """Several column-parallel projections of one input as one product.
 
     parts: checkpoint module name -> its output features over all ranks. The result is the
     concatenation of the ranks' shares, [..., sum(parts) / group.size].
     """
+
+    leaves_partial_sums = False
 
     def __init__(
         self, group: TPGroup, input_size: int, parts: dict[str, int], *, bias: bool = False
@@ -68,11 +103,8 @@ class MergedColumnParallelLinear(nn.Module):
         share = group.share(size, f"output features of {name}")
         return share, group.rank * share
 
-    def finish_loading(self) -> None:
-        self.weight = reordered(self.weight)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -111,9 +143,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         return share, group.rank // self.num_replicas * share
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(TunableLinear):
     """This rank's summand of y = x W^T (+ bias), x and W being split along the input features; rank
-    0's has the bias."""
+    0's has the bias. Of few rows it may be several summands, fp32 [n, ...]."""
+
+    leaves_partial_sums = True
 
     def __init__(
         self, group: TPGroup, input_size: int, output_size: int, *, bias: bool = False
@@ -126,9 +160,5 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
         set_weight_loader(self.weight, WeightLoader({None: shard}, dim=1))
 
-    def finish_loading(self) -> None:
-        self.weight = reordered(self.weight)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.group.rank == 0 else None
-        return linear(x, self.weight, bias)
+        return self.multiply(x, self.bias if self.group.rank == 0 else None)
