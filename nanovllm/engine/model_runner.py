@@ -87,8 +87,10 @@ class ModelRunner:
 
     def _prefill(self, batch: ScheduledBatch) -> torch.Tensor:
         inputs, last_tokens, rows = self.rows.prefill_inputs(batch)
-        hidden = self._forward(inputs)
-        return self._sample(hidden[last_tokens], rows) if len(rows) else rows
+        if not len(rows):
+            self._forward(inputs)
+            return rows
+        return self._sample(self._forward(inputs, last_tokens), rows)
 
     def _decode(self, batch: ScheduledBatch) -> torch.Tensor:
         self.rows.grow(batch.growth)
@@ -101,8 +103,9 @@ class ModelRunner:
     def _decode_step(self, rows: torch.Tensor, max_context_len: int) -> torch.Tensor:
         return self._sample(self._forward(self.rows.decode_inputs(rows, max_context_len)), rows)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(inputs.input_ids, inputs.positions, inputs.context)
+    def _forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        ids, positions, context = inputs.input_ids, inputs.positions, inputs.context
+        hidden: torch.Tensor = self.model(ids, positions, context, wanted)
         return hidden
 
     def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

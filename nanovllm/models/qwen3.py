@@ -67,13 +67,18 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, context: Context
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm, self.k_norm
         qkv = self.qkv_proj(hidden)
-        out: torch.Tensor = self.o_proj(self.attn(qkv, positions, context, self.rotary, norms))
+        attended = self.attn(qkv, positions, context, self.rotary, norms)
+        out: torch.Tensor = self.o_proj(attended if wanted is None else attended[wanted])
         return out
 
 
@@ -114,9 +119,12 @@ class Qwen3DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         context: Context,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`wanted`, int64 [m]: the tokens that the result is for, None for all."""
         hidden, residual = self.input_layernorm.add_forward(hidden, residual)
-        hidden = self.self_attn(hidden, positions, context)
+        hidden = self.self_attn(hidden, positions, context, wanted)
+        residual = residual if wanted is None else residual[wanted]
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -137,12 +145,18 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         hidden = self.embed_tokens(input_ids)
         residual = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden, residual = layer(hidden, residual, positions, context)
+        # The last layer's K/V is all that is needed of the other tokens.
+        hidden, residual = self.layers[-1](hidden, residual, positions, context, wanted)
         hidden, _ = self.norm.add_forward(hidden, residual)
         return hidden
 
@@ -174,10 +188,15 @@ class Qwen3ForCausalLM(nn.Module):
         return AttentionSpec(resolve_head_dim(hf_config), qk_norm=True, qkv_bias=bias, o_bias=bias)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """int64 [t], int64 [t] -> hidden states after the final norm, [t, hidden_size]"""
-        hidden: torch.Tensor = self.model(input_ids, positions, context)
+        """int64 [t], int64 [t] -> hidden states after the final norm, [t, hidden_size], or only
+        those of the tokens `wanted`, int64 [m], [m, hidden_size]"""
+        hidden: torch.Tensor = self.model(input_ids, positions, context, wanted)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
