@@ -93,6 +93,8 @@ def on_gpu(rank: int, size: int, store_file: str) -> None:
         assert (group.all_gather(x[:7]) == size).all()
     check_graph(peers, device)
     group.min(rank)
+    assert group.links is not None
+    group.links.abort()
 
 
 def check_graph(peers: PeerMemory, device: torch.device) -> None:

@@ -54,13 +54,7 @@ class GPULinks:
         self._has_ended = Event()
         with torch.cuda.device(device):
             free = torch.cuda.mem_get_info(device)[0]
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
-            store = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
-            with _environment(WATCHDOG_OFF):
-                self._nccl: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
-            # Now, and with nothing on the GPU: a wait for a rank that ends meanwhile would stay.
-            self._nccl.eager_connect_single_device(device)
+            self._nccl = _connect_nccl(group, store, device)
             torch.cuda.synchronize(device)  # this thread has a context now
             self.peers = connect_peers(group.rank, group.size, device, rows, group.all_gather)
             self.num_bytes = free - torch.cuda.mem_get_info(device)[0]
@@ -77,7 +71,10 @@ class GPULinks:
         with self._calling:
             if self.is_aborted:
                 raise PeerLostError("another rank has ended, or hangs")
-            work = collective()
+            try:
+                work = collective()
+            except RuntimeError as error:
+                raise PeerLostError(f"NCCL failed: {error}") from error
             if work is not None:  # it runs on a stream of its own: have the current one wait
                 work.wait()
 
@@ -87,15 +84,14 @@ class GPULinks:
         self.is_aborted = True  # first: results are void from now on
         if self.peers is not None:
             self.peers.abort()
-        abort = getattr(self._nccl, "abort", None) or self._nccl._abort
         # Not during a call, which would use what is freed; but a call may be what hangs.
-        is_calling = not self._calling.acquire(timeout=ABORT_SECONDS)
+        if self._calling.acquire(timeout=ABORT_SECONDS):
+            self._calling.release()  # the next call raises
+        abort = getattr(self._nccl, "abort", None) or self._nccl._abort
         try:
             abort()
         finally:
             self._has_ended.set()
-            if not is_calling:
-                self._calling.release()
 
     def close(self) -> None:
         """Once aborted, and with nothing left that would use it. Idempotent."""
@@ -201,6 +197,20 @@ class TPGroup:
         return PeerLostError(
             f"rank {self.rank} of {self.size} has lost another: it ended, or hangs"
         )
+
+
+def _connect_nccl(group: TPGroup, store: Any, device: torch.device) -> Any:
+    """Connects now, and with nothing on the GPU, where a wait for a rank that ends would stay."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    store = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+    try:
+        with _environment(WATCHDOG_OFF):
+            nccl: Any = dist.ProcessGroupNCCL(store, group.rank, group.size, options)
+        nccl.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise PeerLostError(f"NCCL could not connect rank {group.rank}: {error}") from error
+    return nccl
 
 
 def _on_current_stream(options: Any) -> Any:
