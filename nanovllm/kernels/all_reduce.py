@@ -21,6 +21,7 @@ import triton.language as tl
 from nanovllm.kernels.layernorm import load_sum, normalised
 
 POLLS = tl.constexpr(1024)  # between looks at host memory, each of which takes a microsecond
+MAX_THREADS = tl.constexpr(1024)  # of a program
 
 
 @triton.jit
@@ -36,6 +37,13 @@ def _at(addresses_ptr, rank, offset, dtype: tl.constexpr):
 
 
 @triton.jit
+def _is_aborted(is_aborted_ptr):
+    """As all threads see it: each looks for itself, at its own time, so the looks are combined."""
+    look_ptr = is_aborted_ptr + tl.arange(0, MAX_THREADS) // MAX_THREADS
+    return tl.max(tl.load(look_ptr, volatile=True), 0) != 0
+
+
+@triton.jit
 def _wait(flag_ptr, sequence, is_aborted_ptr):
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     polls = 0
@@ -43,7 +51,7 @@ def _wait(flag_ptr, sequence, is_aborted_ptr):
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % POLLS == 0:  # noqa: SIM102 - Triton evaluates both sides of `and`
-            if tl.load(is_aborted_ptr, volatile=True) != 0:
+            if _is_aborted(is_aborted_ptr):
                 seen = sequence
 
 
