@@ -303,7 +303,8 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
     rows = torch.arange(n, device=DEVICE)
     temperatures = torch.tensor([0, 0, 0, 0, 0.5, 1, 1.5, 2], device=DEVICE)
     seeds, positions = rows * 0x123456789ABCDEF, rows * 37
-    _, expected = best_tokens(logits, temperatures, seeds, positions)
+    state = (temperatures.cpu(), seeds.cpu(), positions.cpu())
+    _, expected = best_tokens(logits.cpu(), *state)
     padded = torch.nn.functional.pad(logits, (0, num_ranks * share - vocab), value=float("-inf"))
     shares = [part.contiguous() for part in padded.split(share, dim=1)]
 
@@ -311,8 +312,8 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
         ids = []
         for rank, part in enumerate(shares):
             last_tokens = torch.zeros_like(rows)
-            state = (temperatures, seeds, positions, last_tokens)
-            sampled = sample(part, rows, *state, first_id=rank * share, gather=gather)
+            row_state = (temperatures, seeds, positions, last_tokens)
+            sampled = sample(part, rows, *row_state, first_id=rank * share, gather=gather)
             assert torch.equal(sampled, last_tokens)
             ids.append(sampled.tolist())
         return ids
