@@ -5,6 +5,8 @@ Everything is teacher-forced over fixed ids: with random weights bf16 logits tie
 
 import importlib.util
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,56 @@ def test_any_max_num_seqs_with_graphs(
         ids = greedy_ids(llm, prompts, 8)
     with LLM(str(tiny_qwen3), device="cpu", **config) as llm:
         assert ids == greedy_ids(llm, prompts, 8)
+
+
+COUNT_COMPILATIONS = """
+import random, sys
+from triton import knobs
+from nanovllm import LLM, SamplingParams
+
+compiled = []
+knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+llm = LLM(sys.argv[1], max_num_seqs=40, max_num_batched_tokens=700, max_model_len=600)
+assert compiled, "the hook is called"
+compiled.clear()
+rng = random.Random(0)
+prompts = [[rng.randrange(500) for _ in range(rng.randint(1, 520))] for _ in range(70)]
+prompts += [prompt[:300] + [1, 2, 3] for prompt in prompts[:20]]
+params = [
+    SamplingParams(temperature=i % 3, max_tokens=rng.randint(1, 60), ignore_eos=True)
+    for i in range(len(prompts))
+]
+llm.generate(prompts, params, use_tqdm=False)
+sys.exit("\\n".join(compiled))
+"""
+
+
+def test_nothing_is_compiled_after_construction(checkpoint: Path) -> None:
+    """In a process of its own, in which no other test has compiled anything."""
+    command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_tuned_products_are_as_good(kind: str, checkpoint: Path) -> None:
+    """For every number of rows, whichever way was chosen; a second engine chooses no other."""
+    config = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
+    chosen = []
+    for _ in range(2):
+        with LLM(str(checkpoint), **config) as llm:
+            assert llm._runner is not None
+            layer = llm._runner.model.model.layers[1]
+            linear = layer.self_attn.qkv_proj if kind == "column" else layer.mlp.down_proj
+            chosen.append(linear.products)
+            for num_rows in (1, 16, 17, 64, 65):
+                x = torch.randn(num_rows, linear.weight.shape[1]).cuda().bfloat16()
+                out = linear(x).float()
+                out = out if out.dim() == 2 else out.sum(0)
+                expected = x.float() @ linear.weight.float().T
+                assert relative_error(out, expected.cpu()) < 5e-3
+    assert [limit for limit, _ in chosen[0]] == [16, 64]
+    assert chosen[0] == chosen[1]
 
 
 @pytest.mark.skipif("flash_attn" not in BACKENDS, reason="flash-attn is not installed")

@@ -91,7 +91,6 @@ def _all_reduce_add_rms_norm_kernel(
     rows_offset,
     slot_bytes,
     row_bytes,
-    part_size,
     size,
     eps,
     PARTS: tl.constexpr,
@@ -106,7 +105,7 @@ def _all_reduce_add_rms_norm_kernel(
     mask = cols < size
     sequence = tl.load(sequence_ptr + row) + 1
     offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
-    part = load_sum(x_ptr, row * size + cols, part_size, mask, dtype, PARTS)
+    part = load_sum(x_ptr, size, cols, mask, dtype, PARTS)
     tl.store(_at(addresses_ptr, RANK, offset, dtype) + cols, part, mask=mask)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
@@ -140,7 +139,6 @@ def all_reduce_add_rms_norm(
         weight,
         out,
         *_arguments(peers),
-        num_rows * size,
         size,
         eps,
         PARTS=len(x) if x.dim() == 3 else 1,

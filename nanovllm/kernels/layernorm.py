@@ -16,11 +16,13 @@ def normalised(x, weight, size, eps):
 
 
 @triton.jit
-def load_sum(x_ptr, offset, part_size, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of x's parts, which lie `part_size` elements apart, in `dtype`."""
-    total = tl.load(x_ptr + offset, mask=mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(x_ptr + part * part_size + offset, mask=mask, other=0.0)
+def load_sum(x_ptr, size, cols, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of this program's row over x's parts, [PARTS, programs, size], in `dtype`."""
+    row_ptr = x_ptr + tl.program_id(0).to(tl.int64) * size + cols
+    total = tl.load(row_ptr, mask=mask, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        row_ptr += tl.num_programs(0).to(tl.int64) * size
+        total += tl.load(row_ptr, mask=mask, other=0.0)
     return total.to(dtype)
 
 
@@ -30,7 +32,6 @@ def _add_rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
-    part_size,
     size,
     eps,
     PARTS: tl.constexpr,
@@ -40,7 +41,7 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
-    x = load_sum(x_ptr, row * size + cols, part_size, mask, out_ptr.dtype.element_ty, PARTS)
+    x = load_sum(x_ptr, size, cols, mask, out_ptr.dtype.element_ty, PARTS)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
@@ -62,7 +63,6 @@ def add_rms_norm(
         residual,
         weight,
         out,
-        num_tokens * size,
         size,
         eps,
         PARTS=len(x) if x.dim() == 3 else 1,
