@@ -94,7 +94,8 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
     with torch.inference_mode():
         device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # 2 rows of padding
         if use_graph:
-            step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
+            with torch.cuda.stream(torch.cuda.Stream()):
+                step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
             runner.rows.last_tokens[:NUM_SEQS] = torch.tensor([ids[i] for ids in token_ids]).cuda()
@@ -165,7 +166,8 @@ from nanovllm import LLM, SamplingParams
 
 compiled = []
 knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
-llm = LLM(sys.argv[1], max_num_seqs=40, max_num_batched_tokens=700, max_model_len=600)
+sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 700, "max_model_len": 600}
+llm = LLM(sys.argv[1], dtype="bfloat16", **sizes)
 assert compiled, "the hook is called"
 compiled.clear()
 rng = random.Random(0)
@@ -176,7 +178,8 @@ params = [
     for i in range(len(prompts))
 ]
 llm.generate(prompts, params, use_tqdm=False)
-sys.exit("\\n".join(compiled))
+llm.exit()
+sys.exit("\\n".join(compiled) or 0)
 """
 
 
@@ -190,10 +193,10 @@ def test_nothing_is_compiled_after_construction(checkpoint: Path) -> None:
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_tuned_products_are_as_good(kind: str, checkpoint: Path) -> None:
     """For every number of rows, whichever way was chosen; a second engine chooses no other."""
-    config = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
+    sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
     chosen = []
     for _ in range(2):
-        with LLM(str(checkpoint), **config) as llm:
+        with LLM(str(checkpoint), dtype="bfloat16", **sizes) as llm:
             assert llm._runner is not None
             layer = llm._runner.model.model.layers[1]
             linear = layer.self_attn.qkv_proj if kind == "column" else layer.mlp.down_proj

@@ -21,7 +21,11 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures `step`, which maps rows int64 [n] to sampled ids int64 [n], for every size."""
+    """Captures `step`, which maps rows int64 [n] to sampled ids int64 [n], for every size.
+
+    On the current stream, which must not be the device's default one; a stream of its own would
+    take workspaces of its own.
+    """
 
     def __init__(
         self,
@@ -33,7 +37,7 @@ class DecodeGraphs:
         self._rows = torch.full((self._sizes[-1],), -1, dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._sampled: dict[int, torch.Tensor] = {}
-        pool, stream = None, torch.cuda.Stream(device)  # torch's default may be another device's
+        pool, stream = None, torch.cuda.current_stream(device)
         for size in reversed(self._sizes):  # largest first: the others fit into its memory
             graph = torch.cuda.CUDAGraph()
             step(self._rows[:size])  # whatever initialises lazily must do so outside the capture

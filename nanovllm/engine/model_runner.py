@@ -1,6 +1,7 @@
 """One device's side of the engine: model, K/V cache and row state, and the steps on them."""
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -57,7 +58,9 @@ class ModelRunner:
         if is_cuda:
             torch.cuda.empty_cache()
 
-    __del__ = exit
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # torch may have gone; the process's end frees everything
+            self.exit()
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
@@ -194,8 +197,9 @@ class ModelRunner:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def _warm_up(self) -> None:
-        self.rows.context_lens.zero_()  # what an earlier warm-up left would grow past the tables
         for batch in warm_up_batches(self.config):
+            # What the steps before have left must not grow past the block tables.
+            self.rows.context_lens.clamp_(max=self.config.max_model_len - 1)
             self.launch(batch).token_ids()
 
 

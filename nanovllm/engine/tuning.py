@@ -70,9 +70,9 @@ def _fastest(layers: Sequence[TunableLinear], num_rows: int) -> Product | None:
 
 
 def _graph_time(run: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of `run` in a CUDA graph."""
+    """Milliseconds of `run` in a CUDA graph, captured on the current stream."""
     run()  # compiles
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     torch.cuda.synchronize(device)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
