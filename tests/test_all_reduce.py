@@ -142,7 +142,7 @@ def run_ranks(target: Callable[..., None], size: int, *args: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted")
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_on_the_cpu(size: int) -> None:
-    num_bytes = 8 * size * NUM_ROWS + 16 + 2 * NUM_ROWS * ROW_BYTES
+    num_bytes = 8 * size * NUM_ROWS + 16 + 2 * size * NUM_ROWS * ROW_BYTES
     memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     run_ranks(on_cpu, size, memory)
 

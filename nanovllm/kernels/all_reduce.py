@@ -1,12 +1,14 @@
 """Small messages between the GPUs of one host, in one kernel each, that a CUDA graph can hold.
 
-One-shot: every rank writes its part into memory of its own that its peers can read (the layout is
-that of utils/peer_memory.py), tells them, waits for their parts, and reads those. Program i of a
-kernel deals with row i of that memory alone, and waits only for the programs i of its peers.
+One-shot: every rank writes its part into the memory of each peer (the layout is that of
+utils/peer_memory.py), tells them, waits for their parts, and reads those from its own memory.
+Program i of a kernel deals with row i of that memory alone, and waits only for the programs i of
+its peers.
 
-Why one wait a call is enough: a row has two slots, used in turns. A rank overwrites a slot in its
-call s + 2 on that row, so after it has seen every peer's signal s + 1; a peer sends that after its
-call s, in which it read the slot, has ended. All ranks make the same calls in the same order.
+Why one wait a call is enough: a row has two slots, used in turns. A rank overwrites a peer's slot
+in its call s + 2 on that row, so after it has seen that peer's signal s + 1; the peer sends that
+after its call s, in which it read the slot, has ended. All ranks make the same calls in the same
+order.
 
 Nobody waits for programs that cannot start: programs start in order, so the first that has not
 ended runs on every rank, or will when its predecessor in the stream ends.
@@ -25,9 +27,9 @@ MAX_THREADS = tl.constexpr(1024)  # of a program
 
 
 @triton.jit
-def _slot(sequence, row, rows_offset, slot_bytes, row_bytes):
-    """Where the row of this call is, in bytes from any rank's address."""
-    return rows_offset + (sequence & 1) * slot_bytes + row * row_bytes
+def _slot(sequence, source, row, rows_offset, slot_bytes, row_bytes, SIZE: tl.constexpr):
+    """Where the row of this call that comes from rank `source` is, in bytes from any address."""
+    return rows_offset + ((sequence & 1) * SIZE + source) * slot_bytes + row * row_bytes
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def _meet(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Publishes this program's row; returns when all peers' are there to be read."""
+    """Tells the peers that they have this program's row; returns when theirs can be read."""
     tl.debug_barrier()  # all threads have written
     for peer in tl.static_range(SIZE):
         if peer != RANK:
@@ -104,17 +106,23 @@ def _all_reduce_add_rms_norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < size
     sequence = tl.load(sequence_ptr + row) + 1
-    offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
-    part = load_sum(x_ptr, size, cols, mask, dtype, PARTS)
-    tl.store(_at(addresses_ptr, RANK, offset, dtype) + cols, part, mask=mask)
+    own_part = load_sum(x_ptr, size, cols, mask, dtype, PARTS)
+    offset = _slot(sequence, RANK, row, rows_offset, slot_bytes, row_bytes, SIZE)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            tl.store(_at(addresses_ptr, peer, offset, dtype) + cols, own_part, mask=mask)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0).to(tl.float32)
     _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
-        part = tl.load(_at(addresses_ptr, rank, offset, dtype) + cols, mask=mask, other=0.0)
-        total += part.to(tl.float32)
+        if rank == RANK:
+            total += own_part.to(tl.float32)
+        else:
+            offset = _slot(sequence, rank, row, rows_offset, slot_bytes, row_bytes, SIZE)
+            part_ptr = _at(addresses_ptr, RANK, offset, dtype) + cols
+            total += tl.load(part_ptr, mask=mask, other=0.0).to(tl.float32)
     x = total.to(dtype)
     if HAS_RESIDUAL:
         x = (x.to(tl.float32) + residual).to(dtype)
@@ -171,13 +179,19 @@ def _all_gather_kernel(
     words = row * (row_bytes // 4) + cols
     mask = (cols < row_bytes // 4) & (words < num_words)
     sequence = tl.load(sequence_ptr + row) + 1
-    offset = _slot(sequence, row, rows_offset, slot_bytes, row_bytes)
-    part = tl.load(x_ptr + words, mask=mask)
-    tl.store(_at(addresses_ptr, RANK, offset, tl.int32) + cols, part, mask=mask)
+    own_part = tl.load(x_ptr + words, mask=mask)
+    offset = _slot(sequence, RANK, row, rows_offset, slot_bytes, row_bytes, SIZE)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            tl.store(_at(addresses_ptr, peer, offset, tl.int32) + cols, own_part, mask=mask)
     _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
     for rank in tl.static_range(SIZE):
-        part = tl.load(_at(addresses_ptr, rank, offset, tl.int32) + cols, mask=mask)
-        tl.store(out_ptr + rank * num_words + words, part, mask=mask)
+        if rank == RANK:
+            tl.store(out_ptr + rank * num_words + words, own_part, mask=mask)
+        else:
+            offset = _slot(sequence, rank, row, rows_offset, slot_bytes, row_bytes, SIZE)
+            part = tl.load(_at(addresses_ptr, RANK, offset, tl.int32) + cols, mask=mask)
+            tl.store(out_ptr + rank * num_words + words, part, mask=mask)
 
 
 def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:

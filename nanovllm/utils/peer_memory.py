@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-ONE_SHOT_BYTES = 4 * 2**20  # read from peers; beyond it NCCL's rings are faster
+ONE_SHOT_BYTES = 4 * 2**20  # written to peers; beyond it NCCL's rings are faster
 ALIGNMENT = 16  # bytes: rows are copied in vectors
 MIN_ROW_BYTES = 1024
 MIN_ROWS = 64
@@ -24,7 +24,8 @@ _NATIVE_ATOMIC_SUPPORTED = 3
 class PeerMemory:
     """Rows that the ranks exchange, each of them with flags that say how often it was written.
 
-    Per rank, at its address: flags, int64 [num_rows, size], then rows, [2, num_rows, row_bytes].
+    Per rank, at its address: flags, int64 [num_rows, size], then rows, [2, size, num_rows,
+    row_bytes]; of `size` entries each is written by one rank.
 
     addresses: int64 [size] on the device, as this process sees them.
     sequence: int64 [num_rows] on the device, how often this rank has written each row.
@@ -72,7 +73,7 @@ def connect_peers(
     """
     num_rows = max(shape[0], MIN_ROWS)
     row_bytes = -(-max(shape[1], MIN_ROW_BYTES) // ALIGNMENT) * ALIGNMENT
-    num_bytes = _rows_offset(size, num_rows) + 2 * num_rows * row_bytes
+    num_bytes = _rows_offset(size, num_rows) + 2 * size * num_rows * row_bytes
     try:
         shared = SharedMemory(rank, size, num_bytes) if _can_signal(rank, size) else None
     except OSError:
