@@ -109,12 +109,11 @@ def profile_decode(llm: LLM, temperature: float) -> list[DecodeStep]:
 
 
 def context_lens(batch: int, mean: int) -> np.ndarray:
-    """int64 [batch] around `mean`: from half of it to one and a half, evenly, in random order; the
-    few sequences of a small batch, the last of a run, are alike."""
+    """int64 [batch] around `mean`: from one and a half of it to half, evenly, in the scheduler's
+    order; the few sequences of a small batch, the last of a run, are alike."""
     if batch <= 4:
         return np.full(batch, mean)
-    lens = np.linspace(0.5 * mean, 1.5 * mean, batch).round().astype(np.int64)
-    return np.random.default_rng(0).permutation(lens)
+    return np.linspace(1.5 * mean, 0.5 * mean, batch).round().astype(np.int64)
 
 
 def busy_ms(activities: Iterable[Activity]) -> float:
