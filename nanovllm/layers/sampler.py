@@ -69,16 +69,16 @@ def best_tokens(
     logits [n, v] of the token ids from `first_id` on; temperatures fp32, seeds int64, positions
     int64 of the tokens being sampled, [n] each -> scores fp32 [n], token ids int64 [n]
     """
-    scores = logits.float()
+    scores, index = logits.max(dim=-1)
+    scores = scores.float()
     random_rows = (temperatures > 0).nonzero().squeeze(1)
-    token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     if len(random_rows):
-        scores = scores.clone()
-    for rows in random_rows.split(ROWS_AT_A_TIME) if len(random_rows) else ():
-        noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
-        scores[rows] = scores[rows] / temperatures[rows].unsqueeze(1) + noise
-    best, index = scores.max(dim=-1)
-    return best, index + first_id
+        token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+        for rows in random_rows.split(ROWS_AT_A_TIME):
+            noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
+            noisy = logits[rows].float() / temperatures[rows].unsqueeze(1) + noise
+            scores[rows], index[rows] = noisy.max(dim=-1)
+    return scores, index + first_id
 
 
 class Sampler(nn.Module):
