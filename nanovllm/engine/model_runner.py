@@ -90,10 +90,8 @@ class ModelRunner:
 
     def _prefill(self, batch: ScheduledBatch) -> torch.Tensor:
         inputs, last_tokens, rows = self.rows.prefill_inputs(batch)
-        if not len(rows):
-            self._forward(inputs)
-            return rows
-        return self._sample(self._forward(inputs, last_tokens), rows)
+        hidden = self._forward(inputs, last_tokens)
+        return self._sample(hidden, rows) if len(rows) else rows
 
     def _decode(self, batch: ScheduledBatch) -> torch.Tensor:
         self.rows.grow(batch.growth)
@@ -134,7 +132,7 @@ class ModelRunner:
             sizes = []  # it reads lengths on the host
         self._bind_pool(1)
         if sizes:
-            tune_linears(self.model, sizes[-1])
+            tune_linears(self.model, sizes[-1], self.group)
         working_bytes = self._activation_bytes() + self._graph_bytes(sizes)
         pool_bytes = self.group.min(cuda_pool_bytes(config, free_at_start, working_bytes))
         num_blocks = resolve_num_blocks(config, self._block_bytes(), pool_bytes)

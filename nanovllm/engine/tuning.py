@@ -1,8 +1,8 @@
 """Chooses how the linear layers of decode steps multiply: torch's way, or one of kernels/linear.py
 where that is faster on this GPU.
 
-Measured in CUDA graphs over the layers' own weights, more of them than a cache holds. Those whose
-result a norm reads are measured with that norm: it is what adds up partial sums.
+Measured in CUDA graphs over the layers' own weights, enough of them to overflow a cache if there
+are. Those whose result a norm reads are measured with that norm: it is what adds up partial sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,18 +11,21 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import Product, Products, TunableLinear, linear
+from nanovllm.layers.linear import Product, TunableLinear, linear
+from nanovllm.utils.distributed import TPGroup
 
 MARGIN = 0.97  # of torch's time: what is hardly faster is not worth other roundings
 REPEATS = 3
-MAX_LAYERS = 16
+ENOUGH_BYTES = 2**28  # of weights
+TORCH = -1  # its way, where others are known by their index among the candidates
 
 # By device and shape, so that an engine rounds as earlier ones of this process, though times vary.
-_chosen: dict[tuple[object, ...], Products] = {}
+_chosen: dict[tuple[object, ...], int] = {}
 
 
-def tune_linears(model: nn.Module, max_rows: int) -> None:
-    """Sets the products of the model's linear layers, for up to `max_rows` rows at least."""
+def tune_linears(model: nn.Module, max_rows: int, group: TPGroup) -> None:
+    """Sets the products of the model's linear layers, for up to `max_rows` rows at least. Rank 0
+    decides for all."""
     from nanovllm.kernels.linear import CANDIDATES
 
     limits = [limit for limit in CANDIDATES if limit < max_rows]
@@ -30,28 +33,43 @@ def tune_linears(model: nn.Module, max_rows: int) -> None:
     alike: dict[tuple[object, ...], list[TunableLinear]] = {}
     for layer in model.modules():
         if isinstance(layer, TunableLinear) and layer.is_tunable:
-            weight = layer.weight
-            device = torch.cuda.get_device_name(weight.device)
-            key: tuple[object, ...] = (device, weight.dtype, weight.shape, type(layer))
-            alike.setdefault(key, []).append(layer)
+            alike.setdefault((layer.weight.shape, type(layer)), []).append(layer)
     for key, layers in alike.items():
-        known = _chosen.get(key, ())
-        _chosen[key] = known + tuple(
-            (limit, _fastest(layers[:MAX_LAYERS], limit)) for limit in limits[len(known) :]
-        )
+        choices = [0] * len(limits)
+        if group.rank == 0:
+            choices = [_choice((limit, group.size, *key), layers, limit, group) for limit in limits]
+        choices = group.all_gather(torch.tensor(choices, device="cpu"))[0].tolist()
+        products = [
+            (limit, None if choice == TORCH else CANDIDATES[limit][choice])
+            for limit, choice in zip(limits, choices, strict=True)
+        ]
         for layer in layers:
-            layer.products = _chosen[key]
+            layer.products = tuple(products)
 
 
-def _fastest(layers: Sequence[TunableLinear], num_rows: int) -> Product | None:
-    """The way to multiply `num_rows` rows, None for torch's."""
+def _choice(
+    key: tuple[object, ...], layers: Sequence[TunableLinear], num_rows: int, group: TPGroup
+) -> int:
+    weight = layers[0].weight
+    key = (torch.cuda.get_device_name(weight.device), weight.dtype, *key)
+    if key not in _chosen:
+        count = -(-ENOUGH_BYTES // weight.nbytes)
+        _chosen[key] = _fastest(layers[:count], num_rows, group)
+    return _chosen[key]
+
+
+def _fastest(layers: Sequence[TunableLinear], num_rows: int, group: TPGroup) -> int:
+    """The index of the fastest candidate for `num_rows` rows, or `TORCH`."""
     from nanovllm.kernels.layernorm import add_rms_norm
     from nanovllm.kernels.linear import CANDIDATES
 
     weight, has_norm = layers[0].weight, layers[0].leaves_partial_sums
     num_outputs, size = weight.shape
-    x, norm_weight = weight.new_empty(num_rows, size).normal_(), weight.new_ones(num_outputs)
-    residual = weight.new_zeros(num_rows, num_outputs)
+    generator = torch.Generator(weight.device).manual_seed(0)  # the default one is the user's
+    x = weight.new_empty(num_rows, size).normal_(generator=generator)
+    norm_weight, residual = weight.new_ones(num_outputs), weight.new_zeros(num_rows, num_outputs)
+    # With ranks only the kernel that sums over them adds up partial sums, too.
+    can_split = has_norm and group.sums_in_norm(num_rows, num_outputs * weight.itemsize)
 
     def run(product: Product | None) -> None:
         multiply = linear if product is None else product.multiply
@@ -60,12 +78,12 @@ def _fastest(layers: Sequence[TunableLinear], num_rows: int) -> Product | None:
             if has_norm:
                 add_rms_norm(out, residual, norm_weight, 1.0)
 
-    best, best_time = None, MARGIN * _graph_time(partial(run, None), weight.device)
-    for product in CANDIDATES[num_rows]:
-        if product.fits(weight) and (has_norm or product.splits == 1):
+    best, best_time = TORCH, MARGIN * _graph_time(partial(run, None), weight.device)
+    for index, product in enumerate(CANDIDATES[num_rows]):
+        if product.fits(weight) and (can_split or product.splits == 1):
             time = _graph_time(partial(run, product), weight.device)
             if time < best_time:
-                best, best_time = product, time
+                best, best_time = index, time
     return best
 
 

@@ -123,15 +123,17 @@ def prefill_attention(
     padded = triton.next_power_of_2(head_dim)
     # Half of decode's: the query tile needs its share of shared memory.
     tile = max(16, attention_tile(padded, q.element_size(), q.device) // 2)
+    is_wide = padded * q.element_size() > 512  # fp32 heads of 256: some GPUs hold no more of them
+    rows, stages = (ROWS // 2, 2) if is_wide else (ROWS, 3)
     out = q.new_empty(num_tokens, num_heads, head_dim)
-    grid = (num_heads, triton.cdiv(max_seqlen_q, ROWS), len(cu_seqlens_q) - 1)
+    grid = (num_heads, triton.cdiv(max_seqlen_q, rows), len(cu_seqlens_q) - 1)
     _prefill_kernel[grid](
         q, k, v, tables, cu_seqlens_q, cu_seqlens_k, out,
         scale, q.stride(0), k.stride(-3), tables.stride(0),
         HEADS=num_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, D=padded,
-        BLOCK_SIZE=block_size, ROWS=ROWS, TILE=tile, IS_PAGED=is_paged,
+        BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, IS_PAGED=is_paged,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=3,
+        num_stages=stages,
     )  # fmt: skip
     return out

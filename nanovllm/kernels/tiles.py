@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels, by what fits into a multiprocessor's shared memory."""
+"""What fits into a multiprocessor's shared memory: how much it has, and attention's tiles."""
 
 import functools
 

@@ -144,6 +144,10 @@ class TPGroup:
         """Memory for one-shot exchanges between GPUs, if there is any."""
         return None if self.links is None else self.links.peers
 
+    def sums_in_norm(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether a norm of so many rows can sum what it gets, over the ranks and over parts."""
+        return self.size == 1 or (self.peers is not None and self.peers.holds(num_rows, row_bytes))
+
     @property
     def gpu_bytes(self) -> int:
         """GPU memory that the links between the ranks have taken."""
@@ -162,9 +166,11 @@ class TPGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place."""
+        if self.size == 1 or x.numel() == 0:
+            return x
         if x.is_cuda and self.links is not None:
             self.links.all_reduce(x)
-        elif self.size > 1:
+        else:
             self._complete(self.process_group.allreduce([x]))
         return x
 
