@@ -21,8 +21,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normalised = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
-        return normalised.to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight  # in fp32 inside
 
     def add_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None

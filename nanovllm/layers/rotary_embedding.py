@@ -35,10 +35,16 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(positions, 1.0 / theta**exponents)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
         self.register_buffer("cos_sin", table.to(torch.get_default_device()), persistent=False)
+        nothing = torch.empty(0)
+        self._angles: tuple[torch.Tensor, ...] = (nothing, nothing, nothing)
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """positions int64 [t]; x [t, heads, head_dim] -> the same shape, rotated."""
-        cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        first, second = x.float().chunk(2, dim=-1)  # cos, sin [t, 1, head_dim / 2]
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(x.dtype)
+        if self._angles[0] is not positions:  # every layer of a step passes the same object
+            cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+            self._angles = positions, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        _, cos, sin = self._angles  # [t, 1, head_dim]
+        x32 = x.float()
+        first, second = x32.chunk(2, dim=-1)
+        partner = torch.cat((second, first), dim=-1)
+        return torch.addcmul(x32 * cos, partner, sin).to(x.dtype)
