@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Event, Lock, Thread, local
 from types import SimpleNamespace
@@ -89,6 +90,25 @@ def test_nccl_is_aborted_between_calls_unless_one_hangs(
     links.close()
     with pytest.raises(PeerLostError):
         links.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("names", [("_shutdown", "abort"), ("_abort",), ("_shutdown",)])
+def test_nccl_is_aborted_by_what_torch_has_for_it(names: tuple[str, ...]) -> None:
+    """2.4 has nothing but `_shutdown`, which in later ones waits for the peers."""
+    called: list[str] = []
+    links = make_links(**{name: partial(called.append, name) for name in names})
+    links.abort()
+    assert called == [names[-1]]
+
+
+def test_nccl_that_fails_to_end_is_not_waited_for() -> None:
+    def abort() -> None:
+        raise RuntimeError("NCCL has failed")
+
+    links = make_links(abort=abort)
+    with pytest.raises(RuntimeError, match="NCCL has failed"):
+        links.abort()
+    assert links._has_ended.is_set()
 
 
 class Driver:

@@ -21,6 +21,7 @@ TIMEOUT = timedelta(minutes=10)  # for ranks that differ in speed; a peer's end 
 PIECE = timedelta(seconds=0.2)
 ABORT_SECONDS = 1.0  # for a call of NCCL to return
 CLOSE_SECONDS = 5.0  # for NCCL to end
+ABORTS = "abort", "_abort", "_shutdown"  # what torch calls it: the first that there is
 CPU = torch.device("cpu")
 # NCCL's watchdog ends the process if a peer is lost or it is not served in time. This process is
 # the user's, who gets an error instead: the engine itself watches its workers and aborts.
@@ -87,9 +88,9 @@ class GPULinks:
         # Not during a call, which would use what is freed; but a call may be what hangs.
         if self._calling.acquire(timeout=ABORT_SECONDS):
             self._calling.release()  # the next call raises
-        abort = getattr(self._nccl, "abort", None) or self._nccl._abort
         try:
-            abort()
+            name = next(name for name in ABORTS if hasattr(self._nccl, name))
+            getattr(self._nccl, name)()
         finally:
             self._has_ended.set()
 
