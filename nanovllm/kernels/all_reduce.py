@@ -33,9 +33,10 @@ def _slot(sequence, source, row, rows_offset, slot_bytes, row_bytes, SIZE: tl.co
 
 
 @triton.jit
-def _at(addresses_ptr, rank, offset, dtype: tl.constexpr):
+def _at(addresses_ptr, rank, offset, like_ptr):
+    """A pointer of the type of `like_ptr`; Triton 3.0 makes none of a constexpr."""
     address = tl.load(addresses_ptr + rank) + offset
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+    return tl.multiple_of(address.to(like_ptr.dtype), 16)
 
 
 @triton.jit
@@ -71,9 +72,9 @@ def _meet(
     tl.debug_barrier()  # all threads have written
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            flags_ptr = _at(addresses_ptr, peer, 0, tl.int64)
+            flags_ptr = _at(addresses_ptr, peer, 0, sequence_ptr)
             tl.atomic_xchg(flags_ptr + row * SIZE + RANK, sequence, sem="release", scope="sys")
-    own_flags_ptr = _at(addresses_ptr, RANK, 0, tl.int64)
+    own_flags_ptr = _at(addresses_ptr, RANK, 0, sequence_ptr)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             _wait(own_flags_ptr + row * SIZE + peer, sequence, is_aborted_ptr)
@@ -110,7 +111,7 @@ def _all_reduce_add_rms_norm_kernel(
     offset = _slot(sequence, RANK, row, rows_offset, slot_bytes, row_bytes, SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            tl.store(_at(addresses_ptr, peer, offset, dtype) + cols, own_part, mask=mask)
+            tl.store(_at(addresses_ptr, peer, offset, out_ptr) + cols, own_part, mask=mask)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0).to(tl.float32)
@@ -121,7 +122,7 @@ def _all_reduce_add_rms_norm_kernel(
             total += own_part.to(tl.float32)
         else:
             offset = _slot(sequence, rank, row, rows_offset, slot_bytes, row_bytes, SIZE)
-            part_ptr = _at(addresses_ptr, RANK, offset, dtype) + cols
+            part_ptr = _at(addresses_ptr, RANK, offset, out_ptr) + cols
             total += tl.load(part_ptr, mask=mask, other=0.0).to(tl.float32)
     x = total.to(dtype)
     if HAS_RESIDUAL:
@@ -183,14 +184,14 @@ def _all_gather_kernel(
     offset = _slot(sequence, RANK, row, rows_offset, slot_bytes, row_bytes, SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            tl.store(_at(addresses_ptr, peer, offset, tl.int32) + cols, own_part, mask=mask)
+            tl.store(_at(addresses_ptr, peer, offset, out_ptr) + cols, own_part, mask=mask)
     _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             tl.store(out_ptr + rank * num_words + words, own_part, mask=mask)
         else:
             offset = _slot(sequence, rank, row, rows_offset, slot_bytes, row_bytes, SIZE)
-            part = tl.load(_at(addresses_ptr, RANK, offset, tl.int32) + cols, mask=mask)
+            part = tl.load(_at(addresses_ptr, RANK, offset, out_ptr) + cols, mask=mask)
             tl.store(out_ptr + rank * num_words + words, part, mask=mask)
 
 
