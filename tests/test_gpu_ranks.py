@@ -18,7 +18,9 @@ from nanovllm.engine.llm_engine import make_runner
 from nanovllm.engine.workers import Workers
 from nanovllm.utils import distributed, peer_memory
 from nanovllm.utils.distributed import GPULinks, PeerLostError, TPGroup
-from nanovllm.utils.peer_memory import PeerMemory, connect_peers
+from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory, connect_peers
+
+CPU = torch.device("cpu")
 
 
 def test_waiting_for_a_gpu_ends_with_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +119,13 @@ class Driver:
     def __init__(self, can_open: bool) -> None:
         self.can_open = can_open
         self.held: set[int] = set()
+        self.num_bytes = 0
 
     def call(self, name: str, *args: Any) -> None:
         if name == "cuDeviceGetP2PAttribute":
             args[0]._obj.value = 1
         elif name == "cuMemAlloc_v2":
+            self.num_bytes = args[1].value
             args[0]._obj.value = 0x1000
             self.held.add(0x1000)
         elif name == "cuIpcGetMemHandle":
@@ -138,15 +142,20 @@ class Driver:
         return lambda address: self.held.remove(address.value)
 
 
-@pytest.mark.parametrize("can_open", [(True, True), (True, False)])
-def test_peer_memory_is_there_on_all_ranks_or_none(
-    can_open: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drivers, own = [Driver(can) for can in can_open], local()
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> local:
+    """Its `driver` is what the thread takes for CUDA's."""
+    own = local()
     monkeypatch.setattr(peer_memory, "_call", lambda *args: own.driver.call(*args))
     monkeypatch.setattr(peer_memory, "_driver", lambda: own.driver)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
+    return own
+
+
+@pytest.mark.parametrize("can_open", [(True, True), (True, False)])
+def test_peer_memory_is_there_on_all_ranks_or_none(can_open: tuple[bool, bool], own: local) -> None:
+    drivers = [Driver(can) for can in can_open]
     barrier, slots = Barrier(2), [torch.empty(0)] * 2
 
     def connect(rank: int) -> PeerMemory | None:
@@ -159,7 +168,7 @@ def test_peer_memory_is_there_on_all_ranks_or_none(
             barrier.wait(5)
             return out
 
-        peers = connect_peers(rank, 2, torch.device("cpu"), (100, 4000), all_gather)
+        peers = connect_peers(rank, 2, CPU, (100, 4000), all_gather)
         if peers is not None:
             assert peers.addresses.tolist() == [0x1000, 0x2000][:: 1 if rank == 0 else -1]
             assert (peers.num_rows, peers.row_bytes, peers.rows_offset) == (100, 4000, 1600)
@@ -171,3 +180,19 @@ def test_peer_memory_is_there_on_all_ranks_or_none(
         connected = list(pool.map(connect, range(2)))
     assert [peers is not None for peers in connected] == [all(can_open)] * 2
     assert [driver.held for driver in drivers] == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "num_rows"),
+    [(2, (10, 100), MIN_ROWS), (2, (100_000, 4000), 1048), (8, (512, 10240), 58)],
+)
+def test_peer_memory_has_no_more_rows_than_it_lets_through(
+    size: int, shape: tuple[int, int], num_rows: int, own: local
+) -> None:
+    own.driver = driver = Driver(can_open=True)
+    peers = connect_peers(0, size, CPU, shape, lambda x: torch.stack([x] * size))
+    assert peers is not None
+    assert peers.num_rows == len(peers.sequence) == num_rows
+    assert driver.num_bytes == peers.rows_offset + 2 * size * num_rows * peers.row_bytes
+    assert peers.holds(num_rows, peers.row_bytes)
+    assert not peers.holds(num_rows + 1, peers.row_bytes)

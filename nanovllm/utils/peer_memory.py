@@ -46,9 +46,9 @@ class PeerMemory:
         return _rows_offset(self.size, self.num_rows)
 
     def holds(self, num_rows: int, row_bytes: int) -> bool:
-        """Whether a message of that shape fits, and is small enough for this to be the best way."""
-        is_small = (self.size - 1) * num_rows * row_bytes <= ONE_SHOT_BYTES
-        return is_small and num_rows <= self.num_rows and row_bytes <= self.row_bytes
+        """Whether a message of that shape fits, and is small."""
+        most = min(self.num_rows, _max_rows(self.size, row_bytes))
+        return num_rows <= most and row_bytes <= self.row_bytes
 
     def abort(self) -> None:
         self.is_aborted.fill_(1)
@@ -66,13 +66,14 @@ def connect_peers(
     shape: tuple[int, int],
     all_gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> PeerMemory | None:
-    """Memory for at least `shape` (rows, bytes of a row) on every rank, or None on every rank if
-    some GPUs cannot share theirs with signals in it (as those without NVLink).
+    """Memory for `shape` (rows, bytes of a row) on every rank, or for as many rows as are a small
+    message; None on every rank if some GPUs cannot share theirs with signals in it (as those
+    without NVLink).
 
     all_gather: of CPU tensors, [...] -> [size, ...].
     """
-    num_rows = max(shape[0], MIN_ROWS)
     row_bytes = -(-max(shape[1], MIN_ROW_BYTES) // ALIGNMENT) * ALIGNMENT
+    num_rows = min(max(shape[0], MIN_ROWS), _max_rows(size, row_bytes))
     num_bytes = _rows_offset(size, num_rows) + 2 * size * num_rows * row_bytes
     try:
         shared = SharedMemory(rank, size, num_bytes) if _can_signal(rank, size) else None
@@ -102,6 +103,11 @@ def connect_peers(
         is_aborted=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
         memory=shared,
     )
+
+
+def _max_rows(size: int, row_bytes: int) -> int:
+    """How many are still small enough a message for this to be the best way."""
+    return ONE_SHOT_BYTES // ((size - 1) * row_bytes)
 
 
 def _rows_offset(size: int, num_rows: int) -> int:
