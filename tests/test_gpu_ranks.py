@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_ranks_take_the_first_gpus(tiny_qwen3: Path, monkeypatch: pytest.MonkeyP
 def make_links(**nccl: Callable[..., object]) -> GPULinks:
     links = GPULinks.__new__(GPULinks)
     links.is_aborted = False
-    links._calling, links._has_ended = Lock(), Event()
+    links._calling, links._aborting, links._has_ended = Lock(), Lock(), Event()
     links._nccl = SimpleNamespace(**nccl)
     links.peers = None
     return links
@@ -99,7 +100,8 @@ def test_nccl_is_aborted_by_what_torch_has_for_it(names: tuple[str, ...]) -> Non
     """2.4 has nothing but `_shutdown`, which in later ones waits for the peers."""
     called: list[str] = []
     links = make_links(**{name: partial(called.append, name) for name in names})
-    links.abort()
+    for _ in range(2):
+        links.abort()
     assert called == [names[-1]]
 
 
@@ -113,16 +115,39 @@ def test_nccl_that_fails_to_end_is_not_waited_for() -> None:
     assert links._has_ended.is_set()
 
 
-class Driver:
-    """Hands out addresses; `opening` another rank's memory fails where told."""
+def test_nccl_is_aborted_if_connecting_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str] = []
+    nccl = SimpleNamespace(abort=lambda: aborted.append("NCCL"))
+    monkeypatch.setattr(distributed, "_connect_nccl", lambda *_: nccl)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
-    def __init__(self, can_open: bool) -> None:
-        self.can_open = can_open
+    def lose(*_: object) -> None:
+        raise PeerLostError
+
+    monkeypatch.setattr(distributed, "connect_peers", lose)
+    with pytest.raises(PeerLostError):
+        GPULinks(TPGroup(0, 2), None, torch.device("cuda:0"), (1, 1))
+    assert aborted == ["NCCL"]
+
+
+class Driver:
+    """Hands out addresses, and takes them back in the context they come from; what is `refused`
+    fails, such as opening another rank's memory."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
         self.held: set[int] = set()
         self.num_bytes = 0
+        self.calls: list[str] = []
 
     def call(self, name: str, *args: Any) -> None:
-        if name == "cuDeviceGetP2PAttribute":
+        if name == self.refused:
+            raise OSError(name)
+        if name == "cuCtxGetCurrent":
+            args[0]._obj.value = 0x77
+        elif name == "cuDeviceGetP2PAttribute":
             args[0]._obj.value = 1
         elif name == "cuMemAlloc_v2":
             self.num_bytes = args[1].value
@@ -131,15 +156,31 @@ class Driver:
         elif name == "cuIpcGetMemHandle":
             args[0]._obj.reserved = b"handle"
         elif name == "cuIpcOpenMemHandle_v2":
-            if not self.can_open:
-                raise OSError
             assert args[1].reserved == b"handle"
             args[0]._obj.value = 0x2000
             self.held.add(0x2000)
 
-    def __getitem__(self, name: str) -> Callable[..., None]:
-        assert name in ("cuMemFree_v2", "cuIpcCloseMemHandle")
-        return lambda address: self.held.remove(address.value)
+    def __getitem__(self, name: str) -> Callable[..., int]:
+        def function(*args: Any) -> int:
+            self.calls.append(name)
+            if name == "cuCtxPushCurrent_v2":
+                assert args[0].value == 0x77
+            elif name in ("cuMemFree_v2", "cuIpcCloseMemHandle"):
+                self.held.remove(args[0].value)
+            return 0
+
+        return function
+
+    def check_freed(self) -> None:
+        """Everything, while nothing ran, in its context; and the thread has its own again."""
+        assert not self.held
+        first, second, *frees, last = self.calls
+        assert [first, second, last] == [
+            "cuCtxPushCurrent_v2",
+            "cuCtxSynchronize",
+            "cuCtxPopCurrent_v2",
+        ]
+        assert "cuMemFree_v2" in frees
 
 
 @pytest.fixture
@@ -153,9 +194,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> local:
     return own
 
 
-@pytest.mark.parametrize("can_open", [(True, True), (True, False)])
-def test_peer_memory_is_there_on_all_ranks_or_none(can_open: tuple[bool, bool], own: local) -> None:
-    drivers = [Driver(can) for can in can_open]
+@pytest.mark.parametrize("refused", ["", "cuIpcOpenMemHandle_v2", "cuIpcGetMemHandle"])
+def test_peer_memory_is_there_on_all_ranks_or_none(refused: str, own: local) -> None:
+    drivers = [Driver(), Driver(refused)]
     barrier, slots = Barrier(2), [torch.empty(0)] * 2
 
     def connect(rank: int) -> PeerMemory | None:
@@ -178,8 +219,25 @@ def test_peer_memory_is_there_on_all_ranks_or_none(can_open: tuple[bool, bool], 
 
     with ThreadPoolExecutor(2) as pool:
         connected = list(pool.map(connect, range(2)))
-    assert [peers is not None for peers in connected] == [all(can_open)] * 2
-    assert [driver.held for driver in drivers] == [set(), set()]
+    assert [peers is not None for peers in connected] == [not refused] * 2
+    for driver in drivers:
+        driver.check_freed()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_peer_memory_is_freed_if_a_peer_is_lost_on_the_way(number: int, own: local) -> None:
+    own.driver = driver = Driver()
+    calls: list[torch.Tensor] = []
+
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        if len(calls) == number:
+            raise PeerLostError
+        return torch.stack([x, x])
+
+    with pytest.raises(PeerLostError):
+        connect_peers(0, 2, CPU, (100, 4000), all_gather)
+    driver.check_freed()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +247,7 @@ def test_peer_memory_is_there_on_all_ranks_or_none(can_open: tuple[bool, bool], 
 def test_peer_memory_has_no_more_rows_than_it_lets_through(
     size: int, shape: tuple[int, int], num_rows: int, own: local
 ) -> None:
-    own.driver = driver = Driver(can_open=True)
+    own.driver = driver = Driver()
     peers = connect_peers(0, size, CPU, shape, lambda x: torch.stack([x] * size))
     assert peers is not None
     assert peers.num_rows == len(peers.sequence) == num_rows

@@ -51,14 +51,20 @@ class GPULinks:
     ) -> None:
         """rows: number and bytes of the rows that are often exchanged, for `PeerMemory`."""
         self.is_aborted = False
+        self.peers: PeerMemory | None = None
         self._calling = Lock()  # NCCL
+        self._aborting = Lock()
         self._has_ended = Event()
         with torch.cuda.device(device):
             free = torch.cuda.mem_get_info(device)[0]
             self._nccl = _connect_nccl(group, store, device)
-            torch.cuda.synchronize(device)  # this thread has a context now
-            self.peers = connect_peers(group.rank, group.size, device, rows, group.all_gather)
-            self.num_bytes = free - torch.cuda.mem_get_info(device)[0]
+            try:
+                torch.cuda.synchronize(device)  # this thread has a context now
+                self.peers = connect_peers(group.rank, group.size, device, rows, group.all_gather)
+                self.num_bytes = free - torch.cuda.mem_get_info(device)[0]
+            except BaseException:
+                self.end()
+                raise
 
     def all_reduce(self, x: torch.Tensor) -> None:
         options = _on_current_stream(dist.AllreduceOptions())
@@ -81,7 +87,9 @@ class GPULinks:
 
     def abort(self) -> None:
         """Ends what waits for a peer on the GPU, at once; returns when NCCL has ended too, for
-        which the graphs with its collectives must have gone. To be called once."""
+        which the graphs with its collectives must have gone. A second call does nothing."""
+        if not self._aborting.acquire(blocking=False):
+            return
         self.is_aborted = True  # first: results are void from now on
         if self.peers is not None:
             self.peers.abort()
@@ -99,6 +107,12 @@ class GPULinks:
         self._has_ended.wait(CLOSE_SECONDS)
         if self.peers is not None:
             self.peers.close()
+
+    def end(self) -> None:
+        """For links that nothing uses yet."""
+        with suppress(RuntimeError):  # NCCL may have found out itself
+            self.abort()
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

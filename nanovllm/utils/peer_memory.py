@@ -6,6 +6,7 @@ when a process is killed. What the memory means is known to kernels/all_reduce.p
 
 import ctypes
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,30 +80,32 @@ def connect_peers(
         shared = SharedMemory(rank, size, num_bytes) if _can_signal(rank, size) else None
     except OSError:
         shared = None
-    handle = shared.handle if shared is not None else bytes(HANDLE_BYTES)
-    handles = all_gather(torch.tensor(list(handle), dtype=torch.uint8, device="cpu"))
-    is_able = bool(handles.any(dim=1).all())
-    if shared is not None and is_able:
-        try:
-            shared.open([bytes(row.tolist()) for row in handles])
-        except OSError:
-            is_able = False
-    are_able = all_gather(torch.tensor(int(is_able), device="cpu"))
-    if shared is None:
-        return None
-    if not are_able.all():
-        shared.close()
-        return None
-    return PeerMemory(
-        rank=rank,
-        size=size,
-        num_rows=num_rows,
-        row_bytes=row_bytes,
-        addresses=torch.tensor(shared.addresses, dtype=torch.int64, device=device),
-        sequence=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        is_aborted=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
-        memory=shared,
-    )
+    with ExitStack() as undo:
+        if shared is not None:
+            undo.callback(shared.close)
+        handle = shared.handle if shared is not None else bytes(HANDLE_BYTES)
+        handles = all_gather(torch.tensor(list(handle), dtype=torch.uint8, device="cpu"))
+        is_able = bool(handles.any(dim=1).all())
+        if shared is not None and is_able:
+            try:
+                shared.open([bytes(row.tolist()) for row in handles])
+            except OSError:
+                is_able = False
+        are_able = all_gather(torch.tensor(int(is_able), device="cpu"))
+        if shared is None or not are_able.all():
+            return None
+        peers = PeerMemory(
+            rank=rank,
+            size=size,
+            num_rows=num_rows,
+            row_bytes=row_bytes,
+            addresses=torch.tensor(shared.addresses, dtype=torch.int64, device=device),
+            sequence=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            is_aborted=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
+            memory=shared,
+        )
+        undo.pop_all()
+        return peers
 
 
 def _max_rows(size: int, row_bytes: int) -> int:
@@ -140,12 +143,18 @@ class SharedMemory:
     def __init__(self, rank: int, size: int, num_bytes: int) -> None:
         self._rank = rank
         self.addresses = [0] * size
+        self._context = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(self._context))
         address, handle = ctypes.c_uint64(), _Handle()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self.addresses[rank] = address.value
-        _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        _call("cuCtxSynchronize")
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        try:
+            _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+            _call("cuCtxSynchronize")
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        except OSError:
+            self.close()
+            raise
         self.handle = ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
     def open(self, handles: list[bytes]) -> None:
@@ -161,12 +170,19 @@ class SharedMemory:
                 self.addresses[peer] = address.value
 
     def close(self) -> None:
-        """Idempotent."""
+        """Waits for what uses it on this GPU. Idempotent; in any thread, whatever its device."""
         addresses, self.addresses = self.addresses, [0] * len(self.addresses)
+        if not any(addresses):
+            return
+        driver = _driver()
+        if driver["cuCtxPushCurrent_v2"](self._context):
+            return  # it has shut down
+        driver["cuCtxSynchronize"]()  # whatever it returns, as below: a kernel may have failed
         for peer, address in enumerate(addresses):
-            if address:  # whatever it returns: the driver may be shutting down
+            if address:
                 name = "cuMemFree_v2" if peer == self._rank else "cuIpcCloseMemHandle"
-                _driver()[name](ctypes.c_uint64(address))
+                driver[name](ctypes.c_uint64(address))
+        driver["cuCtxPopCurrent_v2"](ctypes.byref(ctypes.c_void_p()))
 
 
 def _driver() -> ctypes.CDLL:
