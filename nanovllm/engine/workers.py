@@ -1,31 +1,23 @@
-"""The processes of ranks 1 to N-1: started, watched and ended.
-
-Workers end when they are told to, when the parent or the pipe to it ends, or by force.
-"""
+"""The processes of ranks 1 to N-1: started, watched and ended, by force if need be."""
 
 import os
-import pickle
 import shutil
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from threading import Thread
 
-import torch
-
 from nanovllm.config import Config
-from nanovllm.engine.ipc import Channel, Receiver, Sender
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.utils.distributed import GPULinks, PeerLostError, TPGroup
+from nanovllm.engine.ipc import Sender
+from nanovllm.engine.worker_process import connect, worker_main
+from nanovllm.utils.distributed import GPULinks, TPGroup
 
 EXIT_SECONDS = 5.0  # for a worker to end by itself, then again by force
 CAUSE_SECONDS = 5.0  # for the news of a worker's end to arrive after its connections have closed
@@ -192,14 +184,6 @@ class Workers:
             worker.process.join(max(deadline - time.monotonic(), 0))
 
 
-def connect(config: Config, rank: int, store_file: str) -> TPGroup:
-    """Meets the other ranks; rows of hidden states are what they will often exchange."""
-    row_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
-    rows = config.max_num_seqs, row_bytes
-    size = config.tensor_parallel_size
-    return TPGroup.connect(rank, size, store_file, config.torch_device, rows)
-
-
 def _abort_with_first(processes: list[BaseProcess], links: GPULinks) -> None:
     """Once a worker has ended, however: a GPU would wait for it without end, and then the host,
     wherever it next waits for the GPU."""
@@ -217,40 +201,3 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def worker_main(
-    config: Config, rank: int, store_file: str, channel: Channel, pipe: Connection
-) -> None:
-    """A worker process: says that it is there, builds its runner, launches what it receives."""
-    watcher = Thread(target=_exit_with_parent, args=(pipe, Path(store_file).parent), daemon=True)
-    watcher.start()
-    size = config.tensor_parallel_size
-    try:
-        torch.set_num_threads(max(torch.get_num_threads() // size, 1))
-        if config.torch_device.type == "cuda":
-            torch.cuda.set_device(config.torch_device)
-        receiver = Receiver(channel, rank - 1)
-        pipe.send(("", False))
-        runner = ModelRunner(config, connect(config, rank, store_file))
-        while message := receiver.receive():
-            runner.launch(pickle.loads(message))
-        runner.exit()
-    except BaseException as error:
-        try:
-            pipe.send((traceback.format_exc(), isinstance(error, PeerLostError)))
-        except OSError:  # the parent has gone
-            watcher.join()
-        os._exit(1)
-    os._exit(0)  # rather than take apart, for a second, what ends with the process
-
-
-def _exit_with_parent(pipe: Connection, directory: Path) -> None:
-    """Ends this process with its parent, whatever the main thread waits for."""
-    parent = parent_process()
-    assert parent is not None
-    with suppress(OSError):  # nothing is ever sent; children of the parent's may hold the pipe too
-        while not pipe.poll(1) and os.getppid() == parent.pid:
-            pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)

@@ -1,0 +1,66 @@
+"""What runs in the process of a rank from 1 on: it builds its runner and launches what it receives.
+
+It ends when it is told to, when a step fails, or with the parent or the pipe to it.
+"""
+
+import os
+import pickle
+import shutil
+import traceback
+from contextlib import suppress
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.ipc import Channel, Receiver
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.distributed import PeerLostError, TPGroup
+
+
+def connect(config: Config, rank: int, store_file: str) -> TPGroup:
+    """Meets the other ranks; rows of hidden states are what they will often exchange."""
+    row_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
+    rows = config.max_num_seqs, row_bytes
+    size = config.tensor_parallel_size
+    return TPGroup.connect(rank, size, store_file, config.torch_device, rows)
+
+
+def worker_main(
+    config: Config, rank: int, store_file: str, channel: Channel, pipe: Connection
+) -> None:
+    """A worker process: says that it is there, builds its runner, launches what it receives."""
+    watcher = Thread(target=_exit_with_parent, args=(pipe, Path(store_file).parent), daemon=True)
+    watcher.start()
+    size = config.tensor_parallel_size
+    try:
+        torch.set_num_threads(max(torch.get_num_threads() // size, 1))
+        if config.torch_device.type == "cuda":
+            torch.cuda.set_device(config.torch_device)
+        receiver = Receiver(channel, rank - 1)
+        pipe.send(("", False))
+        runner = ModelRunner(config, connect(config, rank, store_file))
+        while message := receiver.receive():
+            runner.launch(pickle.loads(message))
+        runner.exit()
+    except BaseException as error:
+        try:
+            pipe.send((traceback.format_exc(), isinstance(error, PeerLostError)))
+        except OSError:  # the parent has gone
+            watcher.join()
+        os._exit(1)
+    os._exit(0)  # rather than take apart, for a second, what ends with the process
+
+
+def _exit_with_parent(pipe: Connection, directory: Path) -> None:
+    """Ends this process with its parent, whatever the main thread waits for."""
+    parent = parent_process()
+    assert parent is not None
+    with suppress(OSError):  # nothing is ever sent; children of the parent's may hold the pipe too
+        while not pipe.poll(1) and os.getppid() == parent.pid:
+            pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
