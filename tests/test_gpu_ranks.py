@@ -1,10 +1,11 @@
 """What ranks on GPUs need that shows without any: their devices, and waits that end."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from threading import Barrier, Event, Lock, Thread, local
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine import executor, staging
+from nanovllm.engine import executor, staging, workers
 from nanovllm.engine.llm_engine import make_runner
 from nanovllm.engine.workers import Workers
 from nanovllm.utils import distributed, peer_memory
@@ -130,6 +131,41 @@ def test_nccl_is_aborted_if_connecting_goes_no_further(monkeypatch: pytest.Monke
     with pytest.raises(PeerLostError):
         GPULinks(TPGroup(0, 2), None, torch.device("cuda:0"), (1, 1))
     assert aborted == ["NCCL"]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_links_that_come_after_ctrl_c_are_ended(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or just before it: nobody will use them."""
+    may_connect, has_ended = Event(), Event()
+    aborted: list[str] = []
+    links = make_links(abort=lambda: aborted.append("NCCL"))
+    monkeypatch.setattr(links, "close", has_ended.set)
+    group = TPGroup(0, 2, links=links)
+
+    def connect(*_: object) -> TPGroup:
+        may_connect.wait(5)
+        return group
+
+    def interrupt(futures: list[Future[TPGroup]], _: float) -> None:
+        if not is_late:
+            may_connect.set()
+            futures[0].result()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "connect", connect)
+    monkeypatch.setattr(workers, "wait", interrupt)
+    sentinel, other_end = Pipe()
+    all_workers = Workers()
+    all_workers._workers = [SimpleNamespace(process=SimpleNamespace(sentinel=sentinel))]  # type: ignore[list-item]
+    monkeypatch.setattr(all_workers, "check", lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        all_workers._connect(None, "")  # type: ignore[arg-type]
+    may_connect.set()
+    assert has_ended.wait(5)
+    assert aborted == ["NCCL"]
+    other_end.close()
 
 
 class Driver:

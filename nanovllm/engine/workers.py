@@ -91,27 +91,31 @@ class Workers:
             time.sleep(POLL_SECONDS)
         self._group = self._connect(config.on_rank(0), store_file)
         shutil.rmtree(self._directory)  # all have met: should we be killed now, nothing is left
-        if self._group.links is not None:
-            processes = [worker.process for worker in self._workers]
-            args = (processes, self._group.links)
-            Thread(target=_abort_with_first, args=args, daemon=True).start()
         return self._group
 
     def _connect(self, config: Config, store_file: str) -> TPGroup:
-        """In a thread, so as to notice Ctrl-C, and a worker that ends before it is there."""
+        """In a thread, so as to notice Ctrl-C, and a worker that ends before it is there. From then
+        on the thread watches the workers."""
+        processes = [worker.process for worker in self._workers]
         future: Future[TPGroup] = Future()
 
-        def meet() -> None:
+        def meet_and_watch() -> None:
             try:
                 future.set_result(connect(config, 0, store_file))
             except BaseException as error:
                 future.set_exception(error)
+            else:
+                _abort_with_first(processes, future.result().links)
 
-        Thread(target=meet, daemon=True).start()
-        while not future.done():
-            self.check()
-            wait([future], POLL_SECONDS)
-        return future.result()
+        Thread(target=meet_and_watch, daemon=True).start()
+        try:
+            while not future.done():
+                self.check()
+                wait([future], POLL_SECONDS)
+            return future.result()
+        except BaseException:
+            future.add_done_callback(_end_links)  # should it come yet, nobody else will
+            raise
 
     def send(self, message: bytes) -> None:
         assert self._sender is not None
@@ -184,9 +188,16 @@ class Workers:
             worker.process.join(max(deadline - time.monotonic(), 0))
 
 
-def _abort_with_first(processes: list[BaseProcess], links: GPULinks) -> None:
+def _end_links(future: "Future[TPGroup]") -> None:
+    if future.exception() is None and (links := future.result().links) is not None:
+        links.end()
+
+
+def _abort_with_first(processes: list[BaseProcess], links: GPULinks | None) -> None:
     """Once a worker has ended, however: a GPU would wait for it without end, and then the host,
     wherever it next waits for the GPU."""
+    if links is None:
+        return
     wait_for_any([process.sentinel for process in processes])
     with suppress(RuntimeError):  # NCCL may have found out itself
         links.abort()
