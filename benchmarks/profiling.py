@@ -213,8 +213,8 @@ class _DecodeLoop:
         """This process's; other ranks' K/V stays as it is."""
         runner = self._runner
         if isinstance(runner, TensorParallelExecutor):
-            assert runner._runner is not None
-            return runner._runner
+            assert runner._ranks.runner is not None
+            return runner._ranks.runner
         return runner
 
     def run(self, num_steps: int) -> float:

@@ -18,8 +18,10 @@ from torch import nn
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import executor, workers
+from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.ipc import NUM_SLOTS
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.staging import FetchedIds
 from nanovllm.engine.workers import RankDiedError, Worker, Workers
 from nanovllm.utils.distributed import PeerLostError, TPGroup
@@ -41,7 +43,7 @@ def make_llm(checkpoint: Path, size: int = 2) -> LLM:
 def parts(llm: LLM) -> tuple[Any, list[Worker]]:
     """Rank 0's runner and the other ranks."""
     assert isinstance(llm._runner, TensorParallelExecutor)
-    return llm._runner._runner, llm._runner._workers._workers
+    return llm._runner._ranks.runner, llm._runner._ranks.workers._workers
 
 
 def kill(worker: Worker, signum: int = signal.SIGKILL) -> None:
@@ -147,7 +149,7 @@ def test_the_rank_that_died_first_is_named(victims: list[int], tiny_qwen3: Path)
 def test_worker_that_raises(tiny_qwen3: Path) -> None:
     llm = make_llm(tiny_qwen3)
     assert isinstance(llm._runner, TensorParallelExecutor)
-    llm._runner._workers.send(pickle.dumps("no batch"))
+    llm._runner._ranks.workers.send(pickle.dumps("no batch"))
     with pytest.raises(RankDiedError, match=r"(?s)rank 1 .* code 1: it raised\nTrace.*Attribute"):
         greedy_ids(llm, PROMPTS, NUM_TOKENS)
     check_dead(llm)
@@ -215,7 +217,7 @@ def test_exit_with_a_worker_that_is_stopped(
     assert isinstance(llm._runner, TensorParallelExecutor)
     kill(parts(llm)[1][0], signal.SIGSTOP)
     for _ in range(NUM_SLOTS):
-        llm._runner._workers.send(b"unread")
+        llm._runner._ranks.workers.send(b"unread")
     start = time.monotonic()
     llm.exit()
     assert time.monotonic() - start < 3
@@ -237,3 +239,107 @@ def test_engine_without_references_ends_even_in_another_ones_step(
     llm.step()  # leaves a step in flight
     del llm
     assert not worker.is_running()
+
+
+PARTS = ["workers", "runner", "links"]
+
+
+class Ends:
+    """Stands for workers, runner and links, and notes the order of their ends; one may fail."""
+
+    num_blocks = 1
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.failing: dict[str, BaseException] = {}
+        self.cause: RankDiedError | None = None
+
+    def start(self, _: Config) -> TPGroup:
+        return TPGroup()
+
+    def send(self, _: bytes) -> None:
+        pass
+
+    def launch(self, _: object) -> None:
+        raise self.failing["launch"]
+
+    def wait_for_cause(self) -> RankDiedError | None:
+        return self.cause
+
+    def end(self, gently: bool = True) -> None:
+        self._note("workers")
+
+    def exit(self) -> None:
+        self._note("runner")
+
+    def close_links(self) -> None:
+        self._note("links")
+
+    def _note(self, part: str) -> None:
+        self.log.append(part)
+        if part in self.failing:
+            raise self.failing.pop(part)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    ends = Ends()
+    monkeypatch.setattr(executor, "Workers", lambda: ends)
+    monkeypatch.setattr(executor, "ModelRunner", lambda *_: ends)
+    return ends
+
+
+@pytest.fixture
+def parallel(tiny_qwen3: Path, ends: Ends) -> TensorParallelExecutor:
+    return TensorParallelExecutor(Config(str(tiny_qwen3), device="cpu", tensor_parallel_size=2))
+
+
+def test_links_close_after_the_runner_and_that_after_the_workers(
+    tiny_qwen3: Path, ends: Ends
+) -> None:
+    """So NCCL does not wait for graphs, nor the runner for a peer; without exit() neither."""
+    config = Config(str(tiny_qwen3), device="cpu", tensor_parallel_size=2)
+    parallel = TensorParallelExecutor(config)
+    del parallel
+    assert ends.log == PARTS
+    parallel = TensorParallelExecutor(config)
+    for _ in range(2):
+        parallel.exit()
+    assert ends.log == PARTS + PARTS + ["workers", "links"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()])
+def test_exit_goes_on_whatever_a_part_of_it_raises(
+    part: str, error: BaseException, parallel: TensorParallelExecutor, ends: Ends
+) -> None:
+    ends.failing[part] = error
+    with pytest.raises(type(error)):
+        parallel.exit()
+    assert ends.log == PARTS
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("is_caused", [False, True])
+def test_a_failed_step_is_what_the_user_sees(
+    part: str, is_caused: bool, parallel: TensorParallelExecutor, ends: Ends
+) -> None:
+    error = PeerLostError() if is_caused else StepError()
+    ends.cause = RankDiedError() if is_caused else None
+    ends.failing = {"launch": error, part: RuntimeError("CUDA error")}
+    with pytest.raises(RankDiedError if is_caused else StepError):
+        parallel.launch(ScheduledBatch([], [], [], [], 1))
+    assert ends.log == PARTS
+
+
+def test_a_runner_holds_nothing_after_an_error_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    runner = ModelRunner.__new__(ModelRunner)
+    vars(runner).update(_stream=object(), device=None, model=object())
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        runner.exit()
+    assert not vars(runner)
+    runner.exit()

@@ -56,7 +56,7 @@ def parallel(llm: LLM) -> TensorParallelExecutor:
 def sent_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What goes to the workers from now on."""
     sent: list[bytes] = []
-    channel = parallel(llm)._workers
+    channel = parallel(llm)._ranks.workers
     send = channel.send
     monkeypatch.setattr(channel, "send", lambda message: [sent.append(message), send(message)])
     return sent
@@ -157,7 +157,8 @@ def test_models(name: str, tmp_path: Path, ragged_prompts: Prompts) -> None:
 def capture_logits(llm: LLM) -> list[torch.Tensor]:
     """Rank 0's share of the logits of each step from now on."""
     captured: list[torch.Tensor] = []
-    runner: Any = llm._runner if llm.config.tensor_parallel_size == 1 else parallel(llm)._runner
+    is_alone = llm.config.tensor_parallel_size == 1
+    runner: Any = llm._runner if is_alone else parallel(llm)._ranks.runner
     runner.sampler.register_forward_pre_hook(lambda _, args: captured.append(args[0].float()))
     return captured
 

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.test_tensor_parallel import (
 
 pytestmark = pytest.mark.gpu2
 
+ROOT = Path(__file__).parents[1]
 MIB = 2**20
 LONG = [[token % 500 for token in range(i, i + 900)] for i in range(8)]  # prefilled by way of NCCL
 
@@ -146,6 +149,40 @@ def test_without_peer_memory(tiny_qwen3: Path, ragged_prompts: Prompts, expected
     with make_llm(tiny_qwen3, 2) as llm:
         assert parts(llm)[0].group.peers is None
         assert ids(llm, ragged_prompts) == expected
+
+
+@pytest.mark.usefixtures("no_peer_memory")
+def test_end_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
+    """Which ends once the graphs that hold it have gone."""
+    before = free_bytes()
+    llm = make_llm(tiny_qwen3, 2)
+    greedy_ids(llm, LONG, NUM_TOKENS)
+    start = time.monotonic()
+    del llm
+    seconds = time.monotonic() - start
+    print(f"ended within {seconds:.2f} s")
+    assert seconds < 3
+    assert all(b - a <= 512 * MIB for b, a in zip(before, free_bytes(), strict=True))
+
+
+ENDS_WITHOUT_EXIT = """
+import atexit, sys, time
+atexit.register(lambda: print(time.monotonic() - start))  # runs after what is registered later
+from nanovllm import LLM, SamplingParams
+from nanovllm.utils import peer_memory
+peer_memory._can_signal = lambda *_: False
+sizes = {"max_model_len": 64, "num_kvcache_blocks": 64, "max_num_seqs": 16}
+llm = LLM(sys.argv[1], device="cuda", tensor_parallel_size=2, **sizes)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8), use_tqdm=False)
+start = time.monotonic()
+"""
+
+
+def test_script_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
+    command = [sys.executable, "-c", ENDS_WITHOUT_EXIT, str(tiny_qwen3)]
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    print(f"ended within {script.stdout}s; {script.stderr}")
+    assert float(script.stdout) < 3
 
 
 def kill_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ into step again.
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
 
@@ -25,51 +26,64 @@ class TensorParallelExecutor:
 
     def __init__(self, config: Config) -> None:
         _check(config)
-        self._runner: ModelRunner | None = None
-        self._workers = Workers()
+        self._ranks = _Ranks()
         # At the interpreter's end it runs before multiprocessing joins what is left, unlike
         # weakref.finalize; in a forked child never.
-        self._finalizer = Finalize(self, self._workers.finish, exitpriority=0)
+        self._finalizer = Finalize(self, self._ranks.end, exitpriority=0)
         try:
-            self._runner = ModelRunner(config.on_rank(0), self._workers.start(config))
+            group = self._ranks.workers.start(config)
+            runner = self._ranks.runner = ModelRunner(config.on_rank(0), group)
         except BaseException as error:
             self._fail(error)
             raise
-        self.num_blocks = self._runner.num_blocks
+        self.num_blocks = runner.num_blocks
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        if self._runner is None:
+        runner = self._ranks.runner
+        if runner is None:
             raise RankDiedError("a step has failed on one of the ranks; make a new LLM")
         try:
-            self._workers.send(pickle.dumps(batch))
-            return _ParallelStep(self._runner.launch(batch), self._fail)
+            self._ranks.workers.send(pickle.dumps(batch))
+            return _ParallelStep(runner.launch(batch), self._fail)
         except BaseException as error:
             self._fail(error)
             raise
 
     def exit(self) -> None:
         """Ends all ranks and frees everything. Idempotent."""
-        self._workers.end()
-        self._drop_runner()  # not before: a step in flight ends with the workers, at the latest
-        self._workers.close_links()
+        self._ranks.end()
 
     def _fail(self, error: BaseException) -> None:
         """Ends all ranks; if another rank's end is behind `error`, raises that instead."""
         cause = None
         try:
             if isinstance(error, PeerLostError | RankDiedError):
-                cause = self._workers.wait_for_cause()
+                cause = self._ranks.workers.wait_for_cause()
         finally:
-            self._workers.end(gently=False)
-            self._drop_runner()  # not before: it waits for its last collective, which now fails
-            self._workers.close_links()  # not before: NCCL waits for the graphs that hold it
+            with suppress(Exception):  # what fails now, as all does after some errors, says less
+                self._ranks.end(gently=False)
         if cause is not None and cause is not error:
             raise cause from None
 
-    def _drop_runner(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.exit()
+
+class _Ranks:
+    """All ranks and the order of their end; apart from the executor, whose finalizer needs it."""
+
+    def __init__(self) -> None:
+        self.runner: ModelRunner | None = None
+        self.workers = Workers()
+
+    def end(self, gently: bool = True) -> None:
+        """Every part of it, whatever the others raise. Idempotent."""
+        try:
+            self.workers.end(gently)
+        finally:
+            try:  # not before: a step in flight ends with the workers, at the latest
+                runner, self.runner = self.runner, None
+                if runner is not None:
+                    runner.exit()
+            finally:
+                self.workers.close_links()  # not before: NCCL waits for the graphs that hold it
 
 
 class _ParallelStep:

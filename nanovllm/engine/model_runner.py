@@ -52,9 +52,11 @@ class ModelRunner:
     def exit(self) -> None:
         """Frees everything. Idempotent; nothing else works afterwards."""
         is_cuda = vars(self).get("_stream") is not None
-        if is_cuda:
-            torch.cuda.synchronize(self.device)
-        vars(self).clear()
+        try:
+            if is_cuda:
+                torch.cuda.synchronize(self.device)
+        finally:  # after an error on the GPU it raises that again
+            vars(self).clear()
         if is_cuda:
             torch.cuda.empty_cache()
 

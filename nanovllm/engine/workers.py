@@ -163,11 +163,6 @@ class Workers:
             if self._directory is not None:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
-    def finish(self) -> None:
-        """Ends the workers gently and all that there is between the ranks. Idempotent."""
-        self.end()
-        self.close_links()
-
     def close_links(self) -> None:
         """Frees what joins the GPUs, which the first worker's end has aborted. Idempotent."""
         if self._group is not None and self._group.links is not None:
