@@ -25,7 +25,7 @@ CONFINED = {
     "triton": ("kernels/",),
     "flash_attn": ("layers/attention_backends/",),
     "torch.distributed": ("utils/distributed.py",),
-    "multiprocessing": ("engine/executor.py", "engine/workers.py", "engine/ipc.py"),
+    "multiprocessing": ("engine/executor.py", "engine/worker", "engine/ipc.py"),
     "torch.multiprocessing": (),
 }
 TORCH_FREE = [
