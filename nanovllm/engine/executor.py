@@ -7,7 +7,7 @@ into step again.
 
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
 
@@ -75,15 +75,14 @@ class _Ranks:
 
     def end(self, gently: bool = True) -> None:
         """Every part of it, whatever the others raise. Idempotent."""
-        try:
-            self.workers.end(gently)
-        finally:
-            try:  # not before: a step in flight ends with the workers, at the latest
-                runner, self.runner = self.runner, None
-                if runner is not None:
-                    runner.exit()
-            finally:
-                self.workers.close_links()  # not before: NCCL waits for the graphs that hold it
+        runner, self.runner = self.runner, None
+        with ExitStack() as last_first:
+            last_first.callback(self.workers.close_links)
+            if runner is not None:
+                last_first.callback(runner.exit)  # a step in flight ends with the workers, at last
+            last_first.callback(self.workers.end, gently)
+            if runner is not None and gently:
+                runner.drop_graphs()  # NCCL, which ends with the workers, waits for them
 
 
 class _ParallelStep:

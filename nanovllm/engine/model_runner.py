@@ -34,6 +34,7 @@ class ModelRunner:
         self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
+        self._graphs: DecodeGraphs | None = None
         free_at_start = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -48,6 +49,10 @@ class ModelRunner:
         with self._on_stream(), torch.inference_mode():
             ids = self._prefill(batch) if batch.is_prefill else self._decode(batch)
             return self._to_host.fetch(ids)
+
+    def drop_graphs(self) -> None:
+        """Frees the CUDA graphs, without waiting; steps then run without."""
+        self._graphs = None
 
     def exit(self) -> None:
         """Frees everything. Idempotent; nothing else works afterwards."""
@@ -123,7 +128,6 @@ class ModelRunner:
         """Sizes and binds the K/V pool, captures the graphs, and leaves nothing to be compiled or
         allocated later. Returns the number of blocks."""
         config = self.config
-        self._graphs: DecodeGraphs | None = None
         if self.device.type != "cuda":
             pool_bytes = self.group.min(cpu_pool_bytes() // self.group.size)
             num_blocks = resolve_num_blocks(config, self._block_bytes(), pool_bytes)

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from nanovllm.kernels.tiles import attention_tile
 
-TARGET_PROGRAMS = 500  # what keeps the memory of a large GPU busy if the longest come first
+ENOUGH_PROGRAMS = 500  # keep the memory of a large GPU busy if the longest come first
+SPLIT_PROGRAMS = 900  # do so with splits, which are merged afterwards
 MAX_SPLITS = 16
 
 
@@ -121,7 +122,9 @@ def num_splits_for(batch: int, kv_heads: int) -> int:
     """Splits per sequence: none once the batch alone fills the GPU. Depends on sizes only, so that
     a captured launch stays right; short contexts leave their later splits empty."""
     num_programs = batch * kv_heads
-    wanted: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_programs))
+    if num_programs >= ENOUGH_PROGRAMS:
+        return 1
+    wanted: int = triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_programs))
     # Merging costs too: more than 8 pay only while most of the GPU would idle.
     return min(wanted, MAX_SPLITS if num_programs < 32 else MAX_SPLITS // 2)
 
