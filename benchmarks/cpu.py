@@ -1,6 +1,6 @@
 """nanovllm against Hugging Face `generate` on the CPU: tokens per second of both, and their ratio.
 
-Run: python benchmarks/cpu.py --model DIR [--batch 8] [--tokens 64] [--threads N] [--repeats 3]
+Run: python -m benchmarks.cpu --model DIR [--batch 8] [--tokens 64] [--threads N] [--repeats 3]
 
 Decode: a batch of chat prompts, greedy, as many new tokens each whatever they are; completion
 tokens over the wall time of the whole call. Prefill: one prompt of `--prefill` random ids and one
