@@ -23,6 +23,7 @@ import triton.language as tl
 from nanovllm.kernels.layernorm import load_sum, normalised
 
 POLLS = tl.constexpr(1024)  # between looks at host memory, each of which takes a microsecond
+EAGER_POLLS = tl.constexpr(64)  # before a wait is long, and a program polls less often
 MAX_THREADS = tl.constexpr(1024)  # of a program
 
 
@@ -47,12 +48,28 @@ def _is_aborted(is_aborted_ptr):
 
 
 @triton.jit
-def _wait(flag_ptr, sequence, is_aborted_ptr):
+def _pause(polls):
+    """Microseconds: many programs that poll without may hold up what they wait for."""
+    tl.inline_asm_elementwise(
+        "nanosleep.u32 2000; mov.b32 $0, $1;",
+        "=r,r",
+        [polls],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _wait(flag_ptr, sequence, is_aborted_ptr, CAN_PAUSE: tl.constexpr):
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     polls = 0
     while seen < sequence:
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
+        if CAN_PAUSE:  # noqa: SIM102 - and a constexpr must stand alone
+            if polls > EAGER_POLLS:
+                _pause(polls)
         if polls % POLLS == 0:  # noqa: SIM102 - Triton evaluates both sides of `and`
             if _is_aborted(is_aborted_ptr):
                 seen = sequence
@@ -67,6 +84,7 @@ def _meet(
     sequence,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    CAN_PAUSE: tl.constexpr,  # not under the interpreter
 ):
     """Tells the peers that they have this program's row; returns when theirs can be read."""
     tl.debug_barrier()  # all threads have written
@@ -77,7 +95,7 @@ def _meet(
     own_flags_ptr = _at(addresses_ptr, RANK, 0, sequence_ptr)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _wait(own_flags_ptr + row * SIZE + peer, sequence, is_aborted_ptr)
+            _wait(own_flags_ptr + row * SIZE + peer, sequence, is_aborted_ptr, CAN_PAUSE)
     tl.store(sequence_ptr + row, sequence)
     tl.debug_barrier()  # no thread reads before
 
@@ -99,6 +117,7 @@ def _all_reduce_add_rms_norm_kernel(
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    CAN_PAUSE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -115,7 +134,7 @@ def _all_reduce_add_rms_norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0).to(tl.float32)
-    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
+    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, CAN_PAUSE)
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
         if rank == RANK:
@@ -153,6 +172,7 @@ def all_reduce_add_rms_norm(
         PARTS=len(x) if x.dim() == 3 else 1,
         RANK=peers.rank,
         SIZE=peers.size,
+        CAN_PAUSE=x.is_cuda,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
@@ -173,6 +193,7 @@ def _all_gather_kernel(
     num_words,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    CAN_PAUSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -185,7 +206,7 @@ def _all_gather_kernel(
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             tl.store(_at(addresses_ptr, peer, offset, out_ptr) + cols, own_part, mask=mask)
-    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE)
+    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, CAN_PAUSE)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             tl.store(out_ptr + rank * num_words + words, own_part, mask=mask)
@@ -206,6 +227,7 @@ def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
         x.numel(),
         RANK=peers.rank,
         SIZE=peers.size,
+        CAN_PAUSE=x.is_cuda,
         BLOCK=triton.next_power_of_2(words_per_row),
         num_warps=4,
     )
