@@ -9,18 +9,17 @@ and in turns, so that what else the machine does falls on both; the best run of 
 """
 
 import argparse
-import platform
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.environment import device_name
+from example import chat_prompt
 from nanovllm import LLM, SamplingParams
 
 QUESTIONS = (
@@ -76,16 +75,6 @@ class NanoVLLM:
         return [output["token_ids"] for output in outputs]
 
 
-def chat_prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
-    """The questions in turn through the chat template, or bare where there is none."""
-    texts = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
-    if tokenizer.chat_template:
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        template = partial(tokenizer.apply_chat_template, tokenize=False)
-        texts = [str(template(turn, add_generation_prompt=True)) for turn in turns]
-    return [list(tokenizer.encode(text)) for text in texts]
-
-
 def race(
     engines: Mapping[str, Generate], prompts: list[list[int]], num_tokens: int, repeats: int
 ) -> dict[str, list[float]]:
@@ -100,14 +89,6 @@ def race(
             if repeat >= 0:
                 seconds[name].append(elapsed)
     return seconds
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere platform knows
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def report(what: str, num_tokens: int, seconds: dict[str, list[float]]) -> None:
@@ -132,12 +113,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    about = [cpu_name(), f"threads {torch.get_num_threads()}", f"torch {torch.__version__}"]
+    about = [
+        device_name(torch.device("cpu")),
+        f"threads {torch.get_num_threads()}",
+        f"torch {torch.__version__}",
+    ]
     print(*about, f"transformers {transformers.__version__}", args.dtype, sep=", ", flush=True)
     hugging_face = HuggingFace(args.model, getattr(torch, args.dtype))
     ours = NanoVLLM(args.model, args.dtype, args.batch)
     engines = {"transformers": hugging_face.generate, "nanovllm": ours.generate}
-    prompts = chat_prompts(AutoTokenizer.from_pretrained(args.model), args.batch)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(args.batch)]
+    prompts = [list(tokenizer.encode(chat_prompt(tokenizer, text))) for text in questions]
     seconds = race(engines, prompts, args.tokens, args.repeats)
     report(f"decode {args.batch} x {args.tokens}", args.batch * args.tokens, seconds)
     vocab_size = ours.llm.config.hf_config.vocab_size

@@ -26,7 +26,7 @@ class Config:
     max_num_seqs: sequences resident at a time, hence the largest decode batch.
     max_model_len: prompt plus completion; capped at the model's max_position_embeddings.
     gpu_memory_utilization: fraction of the GPU's memory that this engine may use, in (0, 1].
-    enforce_eager: no CUDA graphs.
+    enforce_eager: no CUDA graphs, and no products chosen by measurement.
     num_kvcache_blocks: size of the K/V pool; -1 measures.
     tensor_parallel_size: GPUs (or on the CPU processes) that share the model: cuda:0 and on.
     device, dtype, attention_backend: "auto" takes the best there is, the checkpoint's, the fastest.
