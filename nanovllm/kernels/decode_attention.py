@@ -11,9 +11,10 @@ import triton.language as tl
 
 from nanovllm.kernels.tiles import attention_tile
 
-ENOUGH_PROGRAMS = 500  # keep the memory of a large GPU busy if the longest come first
+ENOUGH_PROGRAMS = 600  # keep the memory of a large GPU busy if the longest come first
 SPLIT_PROGRAMS = 900  # do so with splits, which are merged afterwards
-MAX_SPLITS = 16
+MERGED_PROGRAMS = 512  # and of more than 8 splits no more: merging costs too
+MAX_SPLITS = 32
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
@@ -125,8 +126,7 @@ def num_splits_for(batch: int, kv_heads: int) -> int:
     if num_programs >= ENOUGH_PROGRAMS:
         return 1
     wanted: int = triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_programs))
-    # Merging costs too: more than 8 pay only while most of the GPU would idle.
-    return min(wanted, MAX_SPLITS if num_programs < 32 else MAX_SPLITS // 2)
+    return min(wanted, max(8, MERGED_PROGRAMS // num_programs), MAX_SPLITS)
 
 
 def decode_attention(
@@ -148,9 +148,11 @@ def decode_attention(
     _, block_size, kv_heads, _ = k_cache.shape
     splits = num_splits or num_splits_for(n, kv_heads)
     padded = triton.next_power_of_2(head_dim)
-    tile = attention_tile(padded, q.element_size(), q.device)
     out = q.new_empty(n, num_heads, head_dim)
     is_split = splits > 1
+    tile, stages = attention_tile(padded, q.element_size(), q.device), 2
+    if is_split and tile > 16:  # few tiles to a split: as much of smaller ones is on its way
+        tile, stages = tile // 2, 4
     partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
     group = num_heads // kv_heads
@@ -176,7 +178,7 @@ def decode_attention(
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=2,
+        num_stages=stages,
     )
     if is_split:
         _merge_kernel[(n * num_heads,)](
