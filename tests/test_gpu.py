@@ -18,6 +18,7 @@ from nanovllm.engine import tuning
 from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.activation import silu_and_mul
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.reference import HuggingFace, greedy_ids
 
@@ -193,7 +194,7 @@ def test_nothing_is_compiled_after_construction(checkpoint: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("kind", ["qkv_proj", "gate_up_proj", "down_proj"])
 def test_tuned_products_are_as_good(
     kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,13 +207,15 @@ def test_tuned_products_are_as_good(
         with LLM(str(checkpoint), dtype="bfloat16", **sizes) as llm:
             assert llm._runner is not None
             layer = llm._runner.model.model.layers[1]
-            linear = layer.self_attn.qkv_proj if kind == "column" else layer.mlp.down_proj
+            linear = getattr(layer.self_attn if kind == "qkv_proj" else layer.mlp, kind)
             chosen.append(linear.products)
             for num_rows in (1, 16, 17, 64, 65):
                 x = torch.randn(num_rows, linear.weight.shape[1]).cuda().bfloat16()
                 out = linear(x).float()
                 out = out if out.dim() == 2 else out.sum(0)
                 expected = x.float() @ linear.weight.float().T
+                if linear.is_gated:
+                    expected = silu_and_mul(expected)
                 assert relative_error(out, expected.cpu()) < 5e-3
     assert [limit for limit, _ in chosen[0]] == [16, 64]
     assert all(product is not None for _, product in chosen[0])

@@ -2,7 +2,8 @@
 where that is faster on this GPU.
 
 Measured in CUDA graphs over the layers' own weights, enough of them to overflow a cache if there
-are. Those whose result a norm reads are measured with that norm: it is what adds up partial sums.
+are. Those whose result a norm reads are measured with that norm: it is what adds up partial sums;
+those that SiLU(gate) * up follows with that, which some ways to multiply do on the way.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanovllm.layers.linear import Product, TunableLinear, linear
+from nanovllm.layers.linear import Product, TunableLinear
 from nanovllm.utils.distributed import TPGroup
 
 MARGIN = 0.97  # of torch's time: what is hardly faster is not worth other roundings
@@ -61,7 +62,7 @@ def _choice(
 def _fastest(layers: Sequence[TunableLinear], num_rows: int, group: TPGroup) -> int:
     """The index of the fastest candidate for `num_rows` rows, or `TORCH`."""
     from nanovllm.kernels.layernorm import add_rms_norm
-    from nanovllm.kernels.linear import CANDIDATES
+    from nanovllm.kernels.linear import CANDIDATES, Slices, Tiling
 
     weight, has_norm = layers[0].weight, layers[0].leaves_partial_sums
     num_outputs, size = weight.shape
@@ -71,16 +72,20 @@ def _fastest(layers: Sequence[TunableLinear], num_rows: int, group: TPGroup) -> 
     # With ranks only the kernel that sums over them adds up partial sums, too.
     can_split = has_norm and group.sums_in_norm(num_rows, num_outputs * weight.itemsize)
 
+    def suits(product: Tiling | Slices) -> bool:
+        if (product.is_gated and not layers[0].is_gated) or (product.splits > 1 and not can_split):
+            return False
+        return product.fits(weight)
+
     def run(product: Product | None) -> None:
-        multiply = linear if product is None else product.multiply
         for layer in layers:
-            out = multiply(x, layer.weight)
+            out = layer.multiply(x, product)
             if has_norm:
                 add_rms_norm(out, residual, norm_weight, 1.0)
 
     best, best_time = TORCH, MARGIN * _graph_time(partial(run, None), weight.device)
     for index, product in enumerate(CANDIDATES[num_rows]):
-        if product.fits(weight) and (can_split or product.splits == 1):
+        if suits(product):
             time = _graph_time(partial(run, product), weight.device)
             if time < best_time:
                 best, best_time = index, time

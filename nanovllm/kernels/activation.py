@@ -8,15 +8,21 @@ BLOCK = 1024
 
 
 @triton.jit
+def silu_and_mul_tile(gate, up):
+    """SiLU(gate) * up, in their dtype."""
+    gate32 = gate.to(tl.float32)
+    activated = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype).to(tl.float32)
+    return (activated * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < size
     gate = tl.load(gate_up_ptr + row * 2 * size + cols, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + cols, mask=mask, other=0.0)
-    gate32 = gate.to(tl.float32)
-    activated = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + cols, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    tl.store(out_ptr + row * size + cols, silu_and_mul_tile(gate, up), mask=mask)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

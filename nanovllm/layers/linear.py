@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.activation import silu_and_mul
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
@@ -19,8 +20,12 @@ from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 class Product(Protocol):
     """A way to multiply few rows, of kernels/linear.py."""
 
+    @property
+    def is_gated(self) -> bool: ...
+
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [t, size], weight [n, size] -> [t, n], or partial sums of it, fp32 [..., t, n]"""
+        """x [t, size], weight [n, size] -> [t, n], or partial sums of it, fp32 [..., t, n], or if
+        `is_gated` SiLU(gate) * up of it, [t, n / 2]"""
         ...
 
 
@@ -60,7 +65,8 @@ class TunableLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     products: Products = ()
-    leaves_partial_sums: ClassVar[bool]  # whether y may be summands of it: see `RMSNorm`
+    leaves_partial_sums: ClassVar[bool] = False  # whether y may be summands of it: see `RMSNorm`
+    is_gated: ClassVar[bool] = False  # whether SiLU(gate) * up follows
 
     @property
     def is_tunable(self) -> bool:
@@ -69,9 +75,15 @@ class TunableLinear(nn.Module):
     def finish_loading(self) -> None:
         self.weight = reordered(self.weight)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = next((product for limit, product in self.products if len(x) <= limit), None)
-        return linear(x, self.weight, bias) if product is None else product.multiply(x, self.weight)
+        return self.multiply(x, product)
+
+    def multiply(self, x: torch.Tensor, product: Product | None) -> torch.Tensor:
+        """The result for x [..., size], by this way to multiply; None is torch's own."""
+        if product is None:
+            return linear(x, self.weight, self.bias)
+        return product.multiply(x, self.weight)
 
 
 class MergedColumnParallelLinear(TunableLinear):
@@ -80,8 +92,6 @@ class MergedColumnParallelLinear(TunableLinear):
     parts: checkpoint module name -> its output features over all ranks. The result is the
     concatenation of the ranks' shares, [..., sum(parts) / group.size].
     """
-
-    leaves_partial_sums = False
 
     def __init__(
         self, group: TPGroup, input_size: int, parts: dict[str, int], *, bias: bool = False
@@ -103,8 +113,18 @@ class MergedColumnParallelLinear(TunableLinear):
         share = group.share(size, f"output features of {name}")
         return share, group.rank * share
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(x, self.bias)
+
+class GatedLinear(MergedColumnParallelLinear):
+    """SiLU(gate) * up of an input's gate and up projections, [..., size / group.size]."""
+
+    is_gated = True
+
+    def __init__(self, group: TPGroup, input_size: int, size: int) -> None:
+        super().__init__(group, input_size, {"gate_proj": size, "up_proj": size})
+
+    def multiply(self, x: torch.Tensor, product: Product | None) -> torch.Tensor:
+        out = super().multiply(x, product)
+        return out if product is not None and product.is_gated else silu_and_mul(out)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -160,5 +180,7 @@ class RowParallelLinear(TunableLinear):
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
         set_weight_loader(self.weight, WeightLoader({None: shard}, dim=1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(x, self.bias if self.group.rank == 0 else None)
+    def multiply(self, x: torch.Tensor, product: Product | None) -> torch.Tensor:
+        if product is None:
+            return linear(x, self.weight, self.bias if self.group.rank == 0 else None)
+        return super().multiply(x, product)

@@ -14,15 +14,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import GatedLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
 from nanovllm.utils.context import Context
 from nanovllm.utils.distributed import TPGroup
@@ -87,13 +82,11 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         size = hf_config.intermediate_size
         group.share(size, "intermediate_size")
-        self.gate_up_proj = MergedColumnParallelLinear(
-            group, hf_config.hidden_size, {"gate_proj": size, "up_proj": size}
-        )
+        self.gate_up_proj = GatedLinear(group, hf_config.hidden_size, size)
         self.down_proj = RowParallelLinear(group, size, hf_config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        out: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))
         return out
 
 
