@@ -22,9 +22,12 @@ import triton.language as tl
 
 from nanovllm.kernels.layernorm import load_sum, normalised
 
-POLLS = tl.constexpr(1024)  # between looks at host memory, each of which takes a microsecond
+# Between looks at host memory. Should all programs look at once it takes long, and the peers wait
+# meanwhile: not so long that they look too, which would make this rank wait, and so on.
+POLLS = tl.constexpr(4096)
 EAGER_POLLS = tl.constexpr(64)  # before a wait is long, and a program polls less often
-MAX_THREADS = tl.constexpr(1024)  # of a program
+GATHER_WARPS = 4
+NEVER = tl.constexpr(2**62)  # no sequence number comes after it
 
 
 @triton.jit
@@ -41,15 +44,15 @@ def _at(addresses_ptr, rank, offset, like_ptr):
 
 
 @triton.jit
-def _is_aborted(is_aborted_ptr):
+def _is_aborted(is_aborted_ptr, THREADS: tl.constexpr):
     """As all threads see it: each looks for itself, at its own time, so the looks are combined."""
-    look_ptr = is_aborted_ptr + tl.arange(0, MAX_THREADS) // MAX_THREADS
+    look_ptr = is_aborted_ptr + tl.arange(0, THREADS) // THREADS
     return tl.max(tl.load(look_ptr, volatile=True), 0) != 0
 
 
 @triton.jit
 def _pause(polls):
-    """Microseconds: many programs that poll without may hold up what they wait for."""
+    """A microsecond or so."""
     tl.inline_asm_elementwise(
         "nanosleep.u32 2000; mov.b32 $0, $1;",
         "=r,r",
@@ -61,7 +64,7 @@ def _pause(polls):
 
 
 @triton.jit
-def _wait(flag_ptr, sequence, is_aborted_ptr, CAN_PAUSE: tl.constexpr):
+def _wait(flag_ptr, sequence, is_aborted_ptr, THREADS: tl.constexpr, CAN_PAUSE: tl.constexpr):
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     polls = 0
     while seen < sequence:
@@ -71,7 +74,8 @@ def _wait(flag_ptr, sequence, is_aborted_ptr, CAN_PAUSE: tl.constexpr):
             if polls > EAGER_POLLS:
                 _pause(polls)
         if polls % POLLS == 0:  # noqa: SIM102 - Triton evaluates both sides of `and`
-            if _is_aborted(is_aborted_ptr):
+            if _is_aborted(is_aborted_ptr, THREADS):
+                tl.atomic_xchg(flag_ptr, NEVER)  # later waits end at once
                 seen = sequence
 
 
@@ -84,6 +88,7 @@ def _meet(
     sequence,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
     CAN_PAUSE: tl.constexpr,  # not under the interpreter
 ):
     """Tells the peers that they have this program's row; returns when theirs can be read."""
@@ -95,7 +100,8 @@ def _meet(
     own_flags_ptr = _at(addresses_ptr, RANK, 0, sequence_ptr)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            _wait(own_flags_ptr + row * SIZE + peer, sequence, is_aborted_ptr, CAN_PAUSE)
+            flag_ptr = own_flags_ptr + row * SIZE + peer
+            _wait(flag_ptr, sequence, is_aborted_ptr, THREADS, CAN_PAUSE)
     tl.store(sequence_ptr + row, sequence)
     tl.debug_barrier()  # no thread reads before
 
@@ -117,6 +123,7 @@ def _all_reduce_add_rms_norm_kernel(
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
     CAN_PAUSE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -134,7 +141,9 @@ def _all_reduce_add_rms_norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0).to(tl.float32)
-    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, CAN_PAUSE)
+    _meet(
+        addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, THREADS, CAN_PAUSE
+    )
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
         if rank == RANK:
@@ -161,6 +170,7 @@ def all_reduce_add_rms_norm(
     num_rows, size = x.shape[-2:]
     out = weight.new_empty(num_rows, size)
     block = triton.next_power_of_2(size)
+    num_warps = min(max(block // 512, 1), 16)
     _all_reduce_add_rms_norm_kernel[(num_rows,)](
         x,
         x if residual is None else residual,
@@ -172,10 +182,11 @@ def all_reduce_add_rms_norm(
         PARTS=len(x) if x.dim() == 3 else 1,
         RANK=peers.rank,
         SIZE=peers.size,
+        THREADS=32 * num_warps,
         CAN_PAUSE=x.is_cuda,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=num_warps,
     )
     return out, x if residual is None else residual
 
@@ -193,6 +204,7 @@ def _all_gather_kernel(
     num_words,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
     CAN_PAUSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -206,7 +218,9 @@ def _all_gather_kernel(
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             tl.store(_at(addresses_ptr, peer, offset, out_ptr) + cols, own_part, mask=mask)
-    _meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, CAN_PAUSE)
+    _meet(
+        addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, THREADS, CAN_PAUSE
+    )
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             tl.store(out_ptr + rank * num_words + words, own_part, mask=mask)
@@ -227,9 +241,10 @@ def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
         x.numel(),
         RANK=peers.rank,
         SIZE=peers.size,
+        THREADS=32 * GATHER_WARPS,
         CAN_PAUSE=x.is_cuda,
         BLOCK=triton.next_power_of_2(words_per_row),
-        num_warps=4,
+        num_warps=GATHER_WARPS,
     )
     return out
 
