@@ -24,7 +24,8 @@ from nanovllm.engine.ipc import NUM_SLOTS
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.staging import FetchedIds
 from nanovllm.engine.workers import RankDiedError, Worker, Workers
-from nanovllm.utils.distributed import PeerLostError, TPGroup
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_links import PeerLostError
 from tests.reference import greedy_ids
 
 PROMPTS = [[5, 300, 17], [222, 80, 9, 411]]

@@ -18,8 +18,9 @@ from nanovllm.config import Config
 from nanovllm.engine import executor, staging, workers
 from nanovllm.engine.llm_engine import make_runner
 from nanovllm.engine.workers import Workers
-from nanovllm.utils import distributed, peer_memory
-from nanovllm.utils.distributed import GPULinks, PeerLostError, TPGroup
+from nanovllm.utils import gpu_links, peer_memory
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_links import GPULinks, PeerLostError
 from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory, connect_peers
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def make_links(**nccl: Callable[..., object]) -> GPULinks:
 def test_nccl_is_aborted_between_calls_unless_one_hangs(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "ABORT_SECONDS", 0.3)
+    monkeypatch.setattr(gpu_links, "ABORT_SECONDS", 0.3)
     events: list[str] = []
     is_calling, may_return = Event(), Event()
 
@@ -119,7 +120,7 @@ def test_nccl_that_fails_to_end_is_not_waited_for() -> None:
 def test_nccl_is_aborted_if_connecting_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[str] = []
     nccl = SimpleNamespace(abort=lambda: aborted.append("NCCL"))
-    monkeypatch.setattr(distributed, "_connect_nccl", lambda *_: nccl)
+    monkeypatch.setattr(gpu_links, "_connect_nccl", lambda *_: nccl)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1, 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
@@ -127,9 +128,9 @@ def test_nccl_is_aborted_if_connecting_goes_no_further(monkeypatch: pytest.Monke
     def lose(*_: object) -> None:
         raise PeerLostError
 
-    monkeypatch.setattr(distributed, "connect_peers", lose)
+    monkeypatch.setattr(gpu_links, "connect_peers", lose)
     with pytest.raises(PeerLostError):
-        GPULinks(TPGroup(0, 2), None, torch.device("cuda:0"), (1, 1))
+        GPULinks(0, 2, None, torch.device("cuda:0"), (1, 1), lose)
     assert aborted == ["NCCL"]
 
 

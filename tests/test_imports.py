@@ -24,7 +24,7 @@ ALLOWED = {
 CONFINED = {
     "triton": ("kernels/",),
     "flash_attn": ("layers/attention_backends/",),
-    "torch.distributed": ("utils/distributed.py",),
+    "torch.distributed": ("utils/distributed.py", "utils/gpu_links.py"),
     "multiprocessing": ("engine/executor.py", "engine/worker", "engine/ipc.py"),
     "torch.multiprocessing": (),
 }

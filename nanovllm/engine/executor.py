@@ -18,7 +18,8 @@ from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError, Workers
 from nanovllm.models import model_class
-from nanovllm.utils.distributed import PeerLostError, TPGroup, has_nccl
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_links import PeerLostError, has_nccl
 
 
 class TensorParallelExecutor:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from nanovllm.engine.ipc import wait_until
-from nanovllm.utils.distributed import TIMEOUT, PeerLostError, TPGroup
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_links import TIMEOUT, PeerLostError
 
 NUM_BUFFERS = 4
 ALIGNMENT = 2  # int64 elements: Triton specialises on 16-byte alignment, so every array gets it

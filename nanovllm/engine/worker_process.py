@@ -18,7 +18,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.ipc import Channel, Receiver
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.utils.distributed import PeerLostError, TPGroup
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_links import PeerLostError
 
 
 def connect(config: Config, rank: int, store_file: str) -> TPGroup:

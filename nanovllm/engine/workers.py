@@ -17,7 +17,8 @@ from threading import Thread
 from nanovllm.config import Config
 from nanovllm.engine.ipc import Sender
 from nanovllm.engine.worker_process import connect, worker_main
-from nanovllm.utils.distributed import GPULinks, TPGroup
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_links import GPULinks
 
 EXIT_SECONDS = 5.0  # for a worker to end by itself, then again by force
 CAUSE_SECONDS = 5.0  # for the news of a worker's end to arrive after its connections have closed
