@@ -124,22 +124,35 @@ def test_reuse_takes_the_least_recently_freed_and_tails_before_prefixes() -> Non
     manager = make_manager(7)
     first = serve_and_free(manager, tokens(0, 2))
     second = serve_and_free(manager, tokens(100, 2))
-    seq = admit(manager, tokens(200, 6))  # the block that was never used comes before all
-    assert seq.block_table == [6, *reversed(first), *reversed(second)]
+    assert first == [0, 1, 2]
+    assert second == [2, 3, 4], "nothing can be found in the block of a last token"
+    seq = admit(manager, tokens(200, 6))  # blocks that were never used come before what can be
+    assert seq.block_table == [4, 5, 6, 1, 0, 3, 2]
+    manager.check_integrity([seq])
+
+
+def test_blocks_with_nothing_to_find_are_reused_at_once() -> None:
+    """The last freed first: its memory is warm. An untouched one has to be mapped first."""
+    manager = BlockManager(100, BS, enable_prefix_caching=False)
+    for _ in range(3):
+        assert serve_and_free(manager, tokens(0, 3)) == [0, 1, 2, 3]
+    one, two = admit(manager, tokens(0, 1)), admit(manager, tokens(0, 1))
+    manager.free(two)
+    manager.free(one)
+    assert admit(manager, tokens(0, 2)).block_table == [0, 1, 2]
 
 
 def test_a_hit_revives_a_free_block() -> None:
-    manager = make_manager(4)
+    manager = make_manager(3)
     first, second = (serve_and_free(manager, tokens(i, 1)) for i in (0, 100))
     revived = admit(manager, tokens(0, 1))
-    assert revived.block_table == first
-    assert manager.num_free_blocks == 2
-    rest = admit(manager, tokens(200, 1))
-    assert rest.block_table == second[::-1]
-    manager.check_integrity([revived, rest])
+    assert revived.block_table == [first[0], second[1]]
+    assert manager.num_free_blocks == 1
+    manager.check_integrity([revived])
     manager.free(revived)
-    manager.free(rest)
-    assert admit(manager, tokens(300, 1)).block_table == first[::-1], "as recent as its last use"
+    rest = admit(manager, tokens(200, 2))
+    assert rest.block_table == [second[1], second[0], first[0]], "as recent as its last use"
+    manager.check_integrity([rest])
 
 
 def test_reuse_drops_a_hash_if_the_entry_points_at_that_block() -> None:

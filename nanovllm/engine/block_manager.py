@@ -45,7 +45,8 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._num_dealt = 0  # ids from here on have never been used
         self._ref_counts: dict[int, int] = {}  # blocks in use
-        self._freed: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self._blank: list[int] = []  # freed, with nothing published; most recently freed last
+        self._freed: OrderedDict[int, None] = OrderedDict()  # the others, least recently first
         self._published: dict[int, CachedBlock] = {}  # by block id
         self._block_by_hash: dict[int, int] = {}
 
@@ -93,7 +94,10 @@ class BlockManager:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 del self._ref_counts[block_id]
-                self._freed[block_id] = None
+                if block_id in self._published:
+                    self._freed[block_id] = None
+                else:
+                    self._blank.append(block_id)
         seq.block_table = NO_BLOCKS
         seq.num_published_blocks = 0
 
@@ -121,9 +125,11 @@ class BlockManager:
         """Asserts the invariants; `sequences` are all that may hold blocks."""
         held = dict(Counter(block_id for seq in sequences for block_id in seq.block_table))
         assert held == self._ref_counts, "ref counts differ from the block tables"
-        assert not held.keys() & self._freed.keys(), "a block is free and in use"
-        known = held.keys() | self._freed.keys()
-        assert known == set(range(self._num_dealt)), "a block is neither free nor in use"
+        known = Counter([*held, *self._freed, *self._blank])
+        assert all(count == 1 for count in known.values()), "a block is free and in use"
+        assert known.keys() == set(range(self._num_dealt)), "a block is neither free nor in use"
+        assert self._published.keys() >= self._freed.keys(), "a block is kept for nothing"
+        assert not self._published.keys() & set(self._blank), "a block is dealt out too early"
         assert self._num_dealt <= self.num_blocks
         for block_hash, block_id in self._block_by_hash.items():
             assert self._published[block_id].block_hash == block_hash, (
@@ -167,7 +173,11 @@ class BlockManager:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _take_free_block(self) -> int:
-        if self._num_dealt < self.num_blocks:
+        """The last one that was freed with nothing to find in it: its memory is the warmest. Else
+        one never used, and only then what the prefix cache misses least."""
+        if self._blank:
+            block_id = self._blank.pop()
+        elif self._num_dealt < self.num_blocks:
             block_id = self._num_dealt
             self._num_dealt += 1
         else:
