@@ -194,7 +194,8 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
     if has_norm:
         q, k = norms[0](q), norms[1](k)
     q, k = rotary(positions, q), rotary(positions, k)
-    store_kv(k, v, caches[0], caches[1], slots)
+    stored = slots >= 0
+    store_kv(k[stored], v[stored], caches[0], caches[1], slots[stored])
 
     weights = (norms[0].weight.data, norms[1].weight.data) if has_norm else None
     v = v.clone()

@@ -109,9 +109,7 @@ def store_kv(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Writes k, v [t, kv_heads, head_dim] to their slots; slot -1 is skipped."""
-    if int(slot_mapping.min()) < 0:  # padding, as CUDA graphs have
-        is_stored = slot_mapping >= 0
-        slot_mapping, k, v = slot_mapping[is_stored], k[is_stored], v[is_stored]
+    """Writes k, v [t, kv_heads, head_dim] to their slots; without padding, as only CUDA graphs
+    have."""
     k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)

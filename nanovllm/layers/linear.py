@@ -36,7 +36,8 @@ Products = tuple[tuple[int, Product | None], ...]
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T (+ bias); the weight may be reordered."""
     if weight.is_mkldnn:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        out: torch.Tensor = multiply(x, weight, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
 

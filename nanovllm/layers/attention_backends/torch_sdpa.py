@@ -1,7 +1,8 @@
 """Attention in plain torch over gathered pages: any device, and the oracle of every other backend.
 
-Prefill takes one sequence at a time, without padding. Decode takes a few sequences of similar
-length at a time: what is short of the longest is padded with its own first token, and masked.
+Prefill takes one sequence at a time, without padding. Decode takes a few sequences at a time, and
+neighbours, which the scheduler has sorted by length: what is short of the longest is padded with
+its own first token, and masked. On a CPU each call costs more than its arithmetic, so they are few.
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ GROUP_SIZE = 16  # bounds a decode group's gathered K/V: at most so many times t
 class _Group:
     """Sequences that decode together, g of them, the longest of `length` tokens.
 
-    rows: int64 [g], which of the step's sequences.
+    rows: which of the step's sequences.
     slots: int64 [g * length], where their tokens' K/V is.
     mask: [g, 1, 1, length], to be added to the scores: 0 for a token, -inf for padding.
+    is_empty: bool [g, 1, 1], those that have no token, None if there are none.
     """
 
-    rows: torch.Tensor
+    rows: slice
     slots: torch.Tensor
     mask: torch.Tensor
+    is_empty: torch.Tensor | None
 
 
 class TorchBackend:
@@ -68,39 +71,40 @@ class TorchBackend:
             self._groups = context, _decode_groups(context, k_cache.shape[1], q.dtype)
         num_kv_heads = k_cache.shape[2]
         k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        out = torch.zeros_like(q)
+        outs: list[torch.Tensor] = []
         for group in self._groups[1]:
             # The queries that share a K/V head are to it as queries of one sequence.
-            queries = q.index_select(0, group.rows).unflatten(1, (num_kv_heads, -1))
+            queries = q[group.rows].unflatten(1, (num_kv_heads, -1))
             keys, values = (
                 cache.index_select(0, group.slots)
-                .unflatten(0, (len(group.rows), -1))
+                .unflatten(0, (len(queries), -1))
                 .transpose(1, 2)  # [g, kv_heads, length, head_dim]
                 for cache in (k_cache, v_cache)
             )
-            attended = F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=group.mask, scale=scale
-            )
-            out.index_copy_(0, group.rows, attended.flatten(1, 2))
-        return out
+            ).flatten(1, 2)
+            outs.append(out if group.is_empty is None else out.masked_fill(group.is_empty, 0))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> list[_Group]:
-    """The step's sequences in groups, longest first; those without tokens are in none."""
     assert context.block_tables is not None
-    lens, rows = context.context_lens.sort(descending=True)
     groups = []
-    for group_rows in rows[: int((lens > 0).sum())].split(GROUP_SIZE):
-        group_lens = context.context_lens[group_rows].unsqueeze(1)
-        positions = torch.arange(int(group_lens.max()), device=rows.device)
-        is_padding = positions >= group_lens  # [g, length]
+    for first in range(0, len(context.context_lens), GROUP_SIZE):
+        rows = slice(first, first + GROUP_SIZE)
+        lens = context.context_lens[rows].unsqueeze(1)
+        positions = torch.arange(int(lens.max()), device=lens.device)
+        is_padding = positions >= lens  # [g, length]
         # Not what the pool holds behind the last token: it may be NaN, which no mask takes out.
         positions = positions.masked_fill(is_padding, 0)
-        block_ids = context.block_tables[group_rows].long().gather(1, positions // block_size)
-        slots = block_ids * block_size + positions % block_size
+        block_ids = context.block_tables[rows].long().gather(1, positions // block_size)
+        is_empty = lens == 0
+        slots = block_ids.masked_fill(is_empty, 0) * block_size + positions % block_size
         mask = torch.zeros(slots.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(is_padding, float("-inf"))
-        groups.append(_Group(group_rows, slots.flatten(), mask[:, None, None]))
+        empty = is_empty.unsqueeze(2) if is_empty.any() else None
+        groups.append(_Group(rows, slots.flatten(), mask[:, None, None], empty))
     return groups
 
 
