@@ -70,8 +70,7 @@ class Script:
         """As `check_gone`, by a KeyboardInterrupt that nobody caught."""
         errors = self.check_gone()
         assert errors.rstrip().endswith("KeyboardInterrupt"), errors
-        # Python forgets what it was, and exits with 1, if anything compiles source text at the end.
-        assert self.process.returncode in (-signal.SIGINT, 1), errors
+        assert self.process.returncode == -signal.SIGINT, errors
         return errors
 
     def session(self) -> list[int]:
