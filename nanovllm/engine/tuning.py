@@ -92,8 +92,8 @@ def _fastest(layers: Sequence[TunableLinear], num_rows: int, group: TPGroup) -> 
 
 
 def _graph_times(runs: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    """Milliseconds of each in a CUDA graph, captured on the current stream; measured in turns, for
-    clocks change meanwhile."""
+    """Milliseconds of each in a CUDA graph, captured on the current stream; measured in turns, so
+    that what else goes on falls on all."""
     graphs, stream = [torch.cuda.CUDAGraph() for _ in runs], torch.cuda.current_stream(device)
     for run, graph in zip(runs, graphs, strict=True):
         run()  # compiles

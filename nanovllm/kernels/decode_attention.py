@@ -13,7 +13,7 @@ from nanovllm.kernels.tiles import attention_tile
 
 ENOUGH_PROGRAMS = 600  # keep the memory of a large GPU busy if the longest come first
 SPLIT_PROGRAMS = 900  # do so with splits, which are merged afterwards
-MERGED_PROGRAMS = 512  # and of more than 8 splits no more: merging costs too
+MERGED_PROGRAMS = 512  # do so with more than 8 splits, whose merge takes longer
 MAX_SPLITS = 32
 
 

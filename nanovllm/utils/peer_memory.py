@@ -1,7 +1,7 @@
 """Memory of each rank's GPU that the GPUs of all ranks read and write: CUDA IPC.
 
 By the driver's API rather than torch's, whose shared tensors come with named segments that stay
-when a process is killed. What the memory means is known to kernels/all_reduce.py.
+when a process is killed. What the memory means is known to kernels/exchange.py.
 """
 
 import ctypes

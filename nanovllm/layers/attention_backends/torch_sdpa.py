@@ -89,6 +89,7 @@ class TorchBackend:
 
 
 def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> list[_Group]:
+    """The step's sequences, neighbours together."""
     assert context.block_tables is not None
     groups = []
     for first in range(0, len(context.context_lens), GROUP_SIZE):
