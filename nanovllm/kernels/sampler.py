@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 1024
-TARGET_PROGRAMS = 2048  # what fills the GPU; fewer, longer chunks skip more tiles
+TILE = 256  # a warp's, which can skip it without asking others
+STAGES = 3  # tiles on their way
+TARGET_PROGRAMS = 4096  # what fills the GPU; fewer, longer chunks skip more tiles
 
 
 @triton.jit
@@ -31,24 +32,24 @@ def _noise_keys(seed, position):
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     inner = _hash32(low ^ _hash32(position.to(tl.uint32)))
     first = _hash32(high + inner)
-    return first, _hash32(first * 0x9E3779B1 + inner)
+    second = _hash32(first * 0x9E3779B1 + inner)
+    return first, second * 0x846CA68B  # as (x + second) * c = x * c + second * c
 
 
 @triton.jit
-def _uniform(token_id, first, second):
-    """In (0, 1), and precise where it is small: that is where the largest noise comes from."""
+def _noise_bits(token_id, first, second):
     x = token_id.to(tl.uint32) ^ first
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
-    x += second
-    x *= 0x846CA68B
-    x ^= x >> 16
-    return (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    x = x * 0x846CA68B + second
+    return x ^ (x >> 16)
 
 
 @triton.jit
-def _gumbel_noise(uniform):
+def _gumbel_noise(bits):
+    # Uniform in (0, 1), and precise where it is small: that is where the largest noise comes from.
+    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)
     # -log1p(-u): the series where 1 - u would round away what makes the noise large.
     series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
@@ -57,11 +58,11 @@ def _gumbel_noise(uniform):
 
 
 @triton.jit
-def _gumbel_bound(uniform):
-    """Never below the noise: -log(-log1p(-u)) <= -log(u), and a float's bits, read as a number,
-    are a lower bound of its base-2 logarithm."""
-    bits = uniform.to(tl.int32, bitcast=True).to(tl.float32)
-    return (127.0 - bits * 1.1920928955078125e-07) * 0.6931472
+def _gumbel_bound(bits):
+    """Never below the noise, but for rounding: -log(-log1p(-u)) <= -log(u), and a float's own bits,
+    read as a number, are a lower bound of its base-2 logarithm."""
+    float_bits = bits.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    return 110.2105 - float_bits * 8.262958294867817e-08  # (32 + 127) ln 2 - float_bits ln 2 / 2^23
 
 
 @triton.jit(do_not_specialize=["num_chunks", "tiles_per_chunk"])
@@ -78,6 +79,7 @@ def _best_of_chunk_kernel(
     tiles_per_chunk,
     first_id,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -91,24 +93,23 @@ def _best_of_chunk_kernel(
     best_score = float("-inf")
     start = chunk * tiles_per_chunk * TILE
     best_id = start  # a valid id, should no logit be a number
-    for tile in range(start, tl.minimum(start + tiles_per_chunk * TILE, vocab), TILE):
+    end = tl.minimum(start + tiles_per_chunk * TILE, vocab)
+    for tile in tl.range(start, end, TILE, num_stages=STAGES):
         token_id = tile + tl.arange(0, TILE)
         logit = tl.load(
             logits_ptr + n * vocab + token_id, mask=token_id < vocab, other=float("-inf")
         ).to(tl.float32)
-        score = logit
-        if is_random:
-            uniform = _uniform(first_id + token_id, first, second)
-            bound = tl.max(logit * inverse + _gumbel_bound(uniform), 0)
-            # The slack covers the bound's own rounding.
-            if bound + 0.01 + 1e-6 * tl.abs(bound) > best_score:
-                score = logit / temperature + _gumbel_noise(uniform)
-            else:
-                score = tl.full([TILE], float("-inf"), tl.float32)
-        tile_best = tl.max(score, 0)
-        if tile_best > best_score:  # strictly: of equals the lower id stays
-            best_score = tile_best
-            best_id = tl.min(tl.where(score == tile_best, token_id, 0x7FFFFFFF), 0)
+        bits = _noise_bits(first_id + token_id, first, second)
+        bound = tl.max(logit * inverse + _gumbel_bound(bits), 0)
+        # The slack covers the bound's own rounding.
+        if (bound + 0.01 + 1e-6 * tl.abs(bound) > best_score) | (temperature <= 0):
+            score = logit
+            if is_random:
+                score = logit / temperature + _gumbel_noise(bits)
+            tile_best = tl.max(score, 0)
+            if tile_best > best_score:  # strictly: of equals the lower id stays
+                best_score = tile_best
+                best_id = tl.min(tl.where(score == tile_best, token_id, 0x7FFFFFFF), 0)
     tl.store(best_score_ptr + n * num_chunks + chunk, best_score)
     tl.store(best_id_ptr + n * num_chunks + chunk, first_id + best_id)
 
@@ -177,7 +178,8 @@ def sample(
         tiles_per_chunk,
         first_id,
         TILE=TILE,
-        num_warps=4,
+        STAGES=STAGES,
+        num_warps=1,
     )
     best_of_ranks = best.unsqueeze(0) if gather is None else gather(best)
     _best_of_row_kernel[(n,)](
