@@ -135,3 +135,12 @@ def test_memory_of_others_does_not_count(checkpoint: Path) -> None:
         used = before - torch.cuda.mem_get_info()[0]
         assert 0.97 * 0.4 <= used / total <= 0.4
     del ballast
+
+
+def test_a_gpu_that_others_fill(checkpoint: Path) -> None:
+    """Less is free than the engine's share: it takes that, and what steps need still fits."""
+    ballast = torch.empty(free_bytes() - 6 * 2**30, dtype=torch.uint8, device="cuda")
+    with LLM(str(checkpoint), max_num_seqs=512) as llm:
+        lowest = free_during_generate(llm, [[1] * 500 for _ in range(512)])
+        print(f"at least {lowest / MIB:.0f} MiB were free")
+    del ballast

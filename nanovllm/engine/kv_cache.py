@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE = 0.25  # of what is available
 GIB = 2**30
+LEFT_FREE = GIB // 4  # on a GPU that others fill: the driver takes some in pieces of its own
 
 
 def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int:
@@ -73,9 +74,10 @@ def cuda_pool_bytes(config: Config, free_at_start: int, working_bytes: int) -> i
     working_bytes: what steps and graphs will need beyond what is in use now.
     """
     free, total = torch.cuda.mem_get_info(config.torch_device)
+    used = free_at_start - free
+    free -= LEFT_FREE
     if config.num_kvcache_blocks != -1:
         return free - working_bytes
-    used = free_at_start - free
     share = int(total * config.gpu_memory_utilization)
     logger.info(
         "GPU share %.2f GiB of %.2f: %.2f in use, %.2f for steps and graphs",
