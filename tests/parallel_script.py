@@ -9,6 +9,10 @@ import time
 
 from nanovllm import LLM, SamplingParams
 
+# torch's compiler, which some versions of transformers import, prints a table at exit. To do so it
+# would import this, which compiles source text; and then Python no longer ends by the signal.
+sys.modules["tabulate"] = None  # type: ignore[assignment]
+
 PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
 
 

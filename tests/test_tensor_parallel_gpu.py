@@ -154,15 +154,17 @@ def test_without_peer_memory(tiny_qwen3: Path, ragged_prompts: Prompts, expected
 @pytest.mark.usefixtures("no_peer_memory")
 def test_end_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
     """Which ends once the graphs that hold it have gone."""
-    before = free_bytes()
-    llm = make_llm(tiny_qwen3, 2)
-    greedy_ids(llm, LONG, NUM_TOKENS)
-    start = time.monotonic()
-    del llm
-    seconds = time.monotonic() - start
-    print(f"ended within {seconds:.2f} s")
-    assert seconds < 3
-    assert all(b - a <= 512 * MIB for b, a in zip(before, free_bytes(), strict=True))
+    frees = []
+    for _ in range(2):  # the first leaves libraries in memory
+        llm = make_llm(tiny_qwen3, 2)
+        greedy_ids(llm, LONG, NUM_TOKENS)
+        start = time.monotonic()
+        del llm
+        seconds = time.monotonic() - start
+        frees.append(free_bytes())
+        print(f"ended within {seconds:.2f} s, free afterwards {frees[-1]}")
+        assert seconds < 3
+    assert all(a - b <= 128 * MIB for a, b in zip(*frees, strict=True))
 
 
 ENDS_WITHOUT_EXIT = """
