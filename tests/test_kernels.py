@@ -122,6 +122,27 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
         assert not out[1].any(), "a padding row must give zeros"
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("has_many", [True, False])
+@pytest.mark.parametrize("block_size", [1, 32])
+def test_decode_attention_of_many_programs(
+    block_size: int, has_many: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of any size meet blocks of any size, and more blocks than are looked up at a time."""
+    for name in ("MANY_PROGRAMS", "MERGED_PROGRAMS"):
+        monkeypatch.setattr(f"nanovllm.kernels.decode_attention.{name}", 0 if has_many else 10**6)
+    lens = [1, 0, 130, 40 * block_size]
+    pages = Pages.make(lens, block_size, 1, 64, dtype)
+    q = randn(len(lens), 2, 64, dtype=dtype, seed=1)
+    cached = pages.k_cache, pages.v_cache
+    context = pages.context()
+    reference = TorchBackend().decode(q.float(), cached[0].float(), cached[1].float(), 0.2, context)
+    for num_splits in (1, 3):
+        tables, context_lens = pages.block_tables, pages.context_lens
+        out = decode_attention(q, *cached, tables, context_lens, 0.2, num_splits)
+        assert_close(out, reference, dtype)
+
+
 @dtypes
 @pytest.mark.parametrize("block_size", [16, 256] + [1, 64] * HAS_GPU)
 @shapes

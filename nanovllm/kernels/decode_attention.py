@@ -1,23 +1,25 @@
 """Paged decode attention with the context split over programs (Flash-Decoding).
 
 One program attends one split of one sequence's context for all query heads that share a K/V head,
-with an online softmax; where there is more than one split a second kernel merges their results by
-their log-sum-exps.
+with an online softmax, while the next tiles of K/V are on their way. Where there is more than one
+split a second kernel merges their results by their log-sum-exps.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.tiles import attention_tile
+from nanovllm.kernels.tiles import attention_tile, shared_memory
 
-ENOUGH_PROGRAMS = 600  # keep the memory of a large GPU busy if the longest come first
+ENOUGH_PROGRAMS = 512  # keep the memory of a large GPU busy if the longest come first
 SPLIT_PROGRAMS = 900  # do so with splits, which are merged afterwards
 MERGED_PROGRAMS = 512  # do so with more than 8 splits, whose merge takes longer
+MANY_PROGRAMS = 1024  # keep it busy with less on its way to each
 MAX_SPLITS = 32
+BLOCKS = 32  # of which a program holds the ids at a time
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "table_width", "num_splits"])
 def _decode_kernel(
     q_ptr,  # [n, heads, head_dim], rows q_stride apart
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
@@ -29,6 +31,7 @@ def _decode_kernel(
     scale,
     q_stride,
     table_stride,
+    table_width,
     num_splits,
     GROUP: tl.constexpr,  # query heads per K/V head
     ROWS: tl.constexpr,  # GROUP, padded for tl.dot
@@ -37,6 +40,7 @@ def _decode_kernel(
     D: tl.constexpr,  # HEAD_DIM, padded
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,  # at least TILE / BLOCK_SIZE
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -44,9 +48,16 @@ def _decode_kernel(
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
-    tiles_per_split = tl.cdiv(tl.cdiv(context_len, TILE), num_splits)
-    start = split * tiles_per_split * TILE
-    end = tl.minimum(start + tiles_per_split * TILE, context_len)
+    start, end = 0, context_len
+    if IS_SPLIT:
+        tiles_per_split = tl.cdiv(tl.cdiv(context_len, TILE), num_splits)
+        start = split * tiles_per_split * TILE
+        end = tl.minimum(start + tiles_per_split * TILE, context_len)
+    # Block ids in registers: a read of one within the inner loop would keep K/V from being fetched
+    # several tiles ahead. The first read need not wait for the length, if `start` does not.
+    block = start // BLOCK_SIZE + tl.arange(0, BLOCKS)
+    block_tables_ptr += seq * table_stride
+    block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D)
@@ -60,28 +71,35 @@ def _decode_kernel(
     running_max = tl.full([ROWS], -1e30, tl.float32)  # finite: an empty split must not give NaN
     running_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    table_ptr = block_tables_ptr + seq * table_stride
-    for tile_start in range(start, end, TILE):
-        position = tile_start + tl.arange(0, TILE)
-        in_context = position < end
-        if BLOCK_SIZE >= TILE:  # a tile lies in one block
-            block_id = tl.load(table_ptr + tile_start // BLOCK_SIZE).to(tl.int64)
-            slot = block_id * BLOCK_SIZE + tile_start % BLOCK_SIZE + tl.arange(0, TILE)
-        else:
-            block_id = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_context, other=0)
-            slot = block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
-        kv_mask = in_context[:, None] & is_d[None, :]
-        k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        scores = tl.where(in_context[None, :], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_max[:, None])
-        correction = tl.exp2(running_max - new_max)
-        running_sum = running_sum * correction + tl.sum(p, 1)
-        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        running_max = new_max
+    for first_block in range(start // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), BLOCKS):
+        first_tile = tl.maximum(first_block * BLOCK_SIZE, start)
+        last_end = tl.minimum((first_block + BLOCKS) * BLOCK_SIZE, end)
+        for tile_start in range(first_tile, last_end, TILE):
+            position = tile_start + tl.arange(0, TILE)
+            in_context = position < end
+            if BLOCK_SIZE >= TILE:  # a tile lies in one block
+                is_own = block == tile_start // BLOCK_SIZE
+                block_id = tl.sum(tl.where(is_own, block_ids, 0), 0).to(tl.int64)
+                slot = block_id * BLOCK_SIZE + tile_start % BLOCK_SIZE + tl.arange(0, TILE)
+            else:
+                is_own = block[None, :] == (position // BLOCK_SIZE)[:, None]
+                block_id = tl.sum(tl.where(is_own, block_ids[None, :], 0), 1).to(tl.int64)
+                slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
+            offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
+            kv_mask = in_context[:, None] & is_d[None, :]
+            k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            scores = tl.where(in_context[None, :], scores, float("-inf"))
+            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            p = tl.exp2(scores - new_max[:, None])
+            correction = tl.exp2(running_max - new_max)
+            running_sum = running_sum * correction + tl.sum(p, 1)
+            pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            acc = acc * correction[:, None] + pv
+            running_max = new_max
+        block += BLOCKS
+        block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
     out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     out_row = (seq * KV_HEADS * GROUP + kv_head * GROUP + row) * num_splits + split
@@ -129,6 +147,26 @@ def num_splits_for(batch: int, kv_heads: int) -> int:
     return min(wanted, max(8, MERGED_PROGRAMS // num_programs), MAX_SPLITS)
 
 
+def _launch_shape(
+    num_programs: int, is_split: bool, num_rows: int, row_size: int, q: torch.Tensor
+) -> tuple[int, int, int]:
+    """Tokens per tile, stages and warps: what was fastest in sweeps on an H200, if it fits.
+
+    num_rows, row_size: of a program's query heads, padded; row_size values make a token's K or V.
+    """
+    if is_split:
+        kib, stages, warps = (4, 3, 1) if num_programs >= MERGED_PROGRAMS else (8, 3, 2)
+    else:
+        kib, stages, warps = (8, 4, 1) if num_programs >= MANY_PROGRAMS else (16, 3, 4)
+    itemsize = q.element_size()
+    tile = attention_tile(row_size, itemsize, kib * 1024)
+    if 2 * (stages - 1) * tile * row_size * itemsize > shared_memory(q.device) // 2:
+        stages = 2
+    if itemsize == 4:
+        return tile, stages, 4  # products without tensor cores
+    return tile, stages, max(warps, min(8, num_rows * row_size // 2048))  # room in registers
+
+
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -150,12 +188,11 @@ def decode_attention(
     padded = triton.next_power_of_2(head_dim)
     out = q.new_empty(n, num_heads, head_dim)
     is_split = splits > 1
-    tile, stages = attention_tile(padded, q.element_size(), q.device), 2
-    if is_split and tile > 16:  # few tiles to a split: as much of smaller ones is on its way
-        tile, stages = tile // 2, 4
     partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
     group = num_heads // kv_heads
+    rows = max(16, triton.next_power_of_2(group))
+    tile, stages, num_warps = _launch_shape(n * kv_heads * splits, is_split, rows, padded, q)
     _decode_kernel[(kv_heads, splits, n)](
         q,
         k_cache,
@@ -167,17 +204,19 @@ def decode_attention(
         scale,
         q.stride(0),
         block_tables.stride(0),
+        block_tables.shape[1],
         splits,
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=rows,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         D=padded,
         BLOCK_SIZE=block_size,
         TILE=tile,
+        BLOCKS=max(BLOCKS, tile // block_size),
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=stages,
     )
     if is_split:

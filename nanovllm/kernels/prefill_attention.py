@@ -1,8 +1,8 @@
 """Causal attention of many new tokens per sequence, over a paged cache or the step's own K/V.
 
-One program attends one tile of a sequence's new tokens for one query head, with an online softmax
-(FlashAttention-2, arXiv:2307.08691). The last new token is aligned with the last key, so cached
-prefixes and chunks need no special case.
+One program attends one tile of a sequence's new tokens for all query heads that share a K/V head,
+with an online softmax (FlashAttention-2, arXiv:2307.08691). The last new token is aligned with the
+last key, so cached prefixes and chunks need no special case.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.tiles import attention_tile
 
-ROWS = 64  # query tokens per program
+ROWS = 64  # queries per program: tokens times heads
 
 
 @triton.jit
@@ -59,34 +59,37 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     IS_PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    tokens: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0)
     seq = tl.program_id(2)
     first_q = tl.load(cu_q_ptr + seq).to(tl.int64)
     len_q = (tl.load(cu_q_ptr + seq + 1) - first_q).to(tl.int32)
     # Longest rows first: the last tile of a sequence sees the most keys.
-    tile_q = tl.cdiv(len_q, ROWS) - 1 - tl.program_id(1)
+    tile_q = tl.cdiv(len_q, tokens) - 1 - tl.program_id(1)
     if tile_q < 0:
         return
     first_key = tl.load(cu_k_ptr + seq).to(tl.int64)
     len_k = (tl.load(cu_k_ptr + seq + 1) - first_key).to(tl.int32)
 
-    row = tile_q * ROWS + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
+    token = tile_q * tokens + row // GROUP
+    head = kv_head * GROUP + row % GROUP
     d = tl.arange(0, D)
-    mask = (row < len_q)[:, None] & (d < HEAD_DIM)[None, :]
-    q_ptr += (first_q + row)[:, None] * q_stride + head * HEAD_DIM + d[None, :]
-    q = tl.load(q_ptr, mask=mask, other=0.0)
-    position_q = len_k - len_q + row
-    # Keys that every row of the tile sees, in whole tiles; then those up to the last row's own.
-    num_seen = len_k - len_q + tile_q * ROWS + 1
+    is_row = (row < tokens * GROUP) & (token < len_q)
+    mask = is_row[:, None] & (d < HEAD_DIM)[None, :]
+    q_offset = (first_q + token) * q_stride + head * HEAD_DIM
+    q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=mask, other=0.0)
+    position_q = len_k - len_q + token
+    # Keys that every token of the tile sees, in whole tiles; then those up to the last one's own.
+    num_seen = len_k - len_q + tile_q * tokens + 1
     full_end = num_seen // TILE * TILE
-    last_end = tl.minimum(num_seen + ROWS - 1, len_k)
+    last_end = tl.minimum(num_seen + tokens - 1, len_k)
 
     acc = tl.zeros([ROWS, D], tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     running_max = tl.full([ROWS], -1e30, tl.float32)
     table_ptr = block_tables_ptr + seq * table_stride
     scale_log2 = scale * 1.4426950408889634
-    kv_head = head // GROUP
     for tile_start in range(0, full_end, TILE):
         acc, running_sum, running_max = _attend_tile(
             q, acc, running_sum, running_max, k_ptr, v_ptr, table_ptr, first_key, position_q,
@@ -99,8 +102,9 @@ def _prefill_kernel(
             tile_start, len_k, scale_log2, kv_head, kv_stride,
             HEAD_DIM, D, BLOCK_SIZE, TILE, IS_PAGED, True, PRECISION,
         )  # fmt: skip
-    out_ptr += ((first_q + row)[:, None] * HEADS + head) * HEAD_DIM + d[None, :]
-    tl.store(out_ptr, (acc / running_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    out_offset = ((first_q + token) * HEADS + head) * HEAD_DIM
+    out = (acc / running_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offset[:, None] + d[None, :], out, mask=mask)
 
 
 def prefill_attention(
@@ -121,16 +125,17 @@ def prefill_attention(
     tables = block_tables if block_tables is not None else cu_seqlens_q  # unused then
     block_size, kv_heads = (k.shape[1] if is_paged else 1), k.shape[-2]
     padded = triton.next_power_of_2(head_dim)
-    # Half of decode's: the query tile needs its share of shared memory.
-    tile = max(16, attention_tile(padded, q.element_size(), q.device) // 2)
+    tile = min(64, attention_tile(padded, q.element_size()))
     is_wide = padded * q.element_size() > 512  # fp32 heads of 256: some GPUs hold no more of them
     rows, stages = (ROWS // 2, 2) if is_wide else (ROWS, 3)
+    group = num_heads // kv_heads
+    rows = max(rows, triton.next_power_of_2(group))
     out = q.new_empty(num_tokens, num_heads, head_dim)
-    grid = (num_heads, triton.cdiv(max_seqlen_q, rows), len(cu_seqlens_q) - 1)
+    grid = (kv_heads, triton.cdiv(max_seqlen_q, rows // group), len(cu_seqlens_q) - 1)
     _prefill_kernel[grid](
         q, k, v, tables, cu_seqlens_q, cu_seqlens_k, out,
         scale, q.stride(0), k.stride(-3), tables.stride(0),
-        HEADS=num_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, D=padded,
+        HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, D=padded,
         BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, IS_PAGED=is_paged,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,

@@ -18,7 +18,6 @@ def shared_memory(device: torch.device) -> int:
     return int(utils.get_device_properties(device.index)["max_shared_mem"])
 
 
-def attention_tile(padded_head_dim: int, itemsize: int, device: torch.device) -> int:
-    """Tokens per K/V tile of decode attention: two stages of K and V tiles must fit."""
-    tile_bytes = 32 * 1024 if shared_memory(device) >= 160 * 1024 else 16 * 1024
+def attention_tile(padded_head_dim: int, itemsize: int, tile_bytes: int = 8 * 1024) -> int:
+    """Tokens per K or V tile of about `tile_bytes`; at least what tl.dot needs."""
     return max(16, min(128, tile_bytes // (padded_head_dim * itemsize)))
