@@ -44,7 +44,6 @@ class RotaryEmbedding(nn.Module):
             cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
             self._angles = positions, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         _, cos, sin = self._angles  # [t, 1, head_dim]
-        x32 = x.float()
-        first, second = x32.chunk(2, dim=-1)
+        first, second = x.chunk(2, dim=-1)
         partner = torch.cat((second, first), dim=-1)
-        return torch.addcmul(x32 * cos, partner, sin).to(x.dtype)
+        return torch.addcmul(x * cos, partner, sin).to(x.dtype)  # in fp32, as the angles are

@@ -69,18 +69,16 @@ class TorchBackend:
     ) -> torch.Tensor:
         if self._groups[0] is not context:  # every layer of a step passes the same object
             self._groups = context, _decode_groups(context, k_cache.shape[1], q.dtype)
-        num_kv_heads = k_cache.shape[2]
-        k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        _, _, num_kv_heads, head_dim = k_cache.shape
+        caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         outs: list[torch.Tensor] = []
         for group in self._groups[1]:
             # The queries that share a K/V head are to it as queries of one sequence.
-            queries = q[group.rows].unflatten(1, (num_kv_heads, -1))
+            queries = q[group.rows].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
+            shape = len(queries), -1, num_kv_heads, head_dim
             keys, values = (
-                cache.index_select(0, group.slots)
-                .unflatten(0, (len(queries), -1))
-                .transpose(1, 2)  # [g, kv_heads, length, head_dim]
-                for cache in (k_cache, v_cache)
-            )
+                cache.index_select(0, group.slots).view(shape).transpose(1, 2) for cache in caches
+            )  # [g, kv_heads, length, head_dim]
             out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=group.mask, scale=scale
             ).flatten(1, 2)
