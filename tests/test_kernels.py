@@ -14,14 +14,17 @@ import torch
 from nanovllm.layers.activation import silu_and_mul as torch_silu_and_mul
 from nanovllm.layers.attention import store_kv
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
+from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import best_tokens
 from nanovllm.utils.context import Context
+from nanovllm.utils.distributed import TPGroup
 
 pytest.importorskip("triton")
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_attention import decode_attention
+from nanovllm.kernels.embedding import embed_share
 from nanovllm.kernels.layernorm import add_rms_norm
 from nanovllm.kernels.linear import CANDIDATES, Slices, Tiling
 from nanovllm.kernels.prefill_attention import prefill_attention
@@ -273,6 +276,22 @@ def test_a_tiling_fits_what_it_divides() -> None:
     assert not tiling.fits(torch.empty(96, 384, dtype=torch.float16))
     assert not tiling.fits(torch.empty(192, 64 * 3, dtype=torch.float16))
     assert not replace(tiling, stages=99).fits(torch.empty(192, 384, dtype=torch.float16))
+
+
+@dtypes
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_embed_share(rank: int, dtype: torch.dtype) -> None:
+    """Shares of 34 of 100 ids, the last with two rows of padding; a size of more than a block."""
+    table = randn(100, 1500, dtype=dtype)
+    group = TPGroup(rank, 3)
+    embedding = VocabParallelEmbedding(group, 100, 1500).to(DEVICE, dtype)
+    weight, num_ids = embedding.weight.data, embedding.num_ids
+    weight[:num_ids] = table[embedding.first_id :][:num_ids]
+    token_ids = torch.tensor([0, 33, 34, 99, 67, 68, 33, 1], device=DEVICE)
+    out = embed_share(token_ids, weight, embedding.first_id, num_ids)
+    assert torch.equal(out, embedding.cpu()(token_ids.cpu()).to(DEVICE))
+    is_mine = (token_ids // 34 == rank).unsqueeze(1)
+    assert torch.equal(out, table[token_ids] * is_mine)
 
 
 @dtypes

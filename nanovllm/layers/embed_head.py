@@ -38,6 +38,10 @@ class VocabParallelEmbedding(nn.Module):
         """int64 [t] -> [t, hidden_size]"""
         if self.group.size == 1:
             return F.embedding(input_ids, self.weight)
+        if input_ids.is_cuda:
+            from nanovllm.kernels.embedding import embed_share
+
+            return embed_share(input_ids, self.weight, self.first_id, self.num_ids)
         local = input_ids - self.first_id
         is_mine = (local >= 0) & (local < self.num_ids)
         return F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
