@@ -46,9 +46,8 @@ class BlockManager:
         self._num_dealt = 0  # ids from here on have never been used
         self._ref_counts: dict[int, int] = {}  # blocks in use
         self._blank: list[int] = []  # freed, with nothing published; most recently freed last
-        self._freed: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # the others, least recently freed first
+        # The other freed ones, least recently freed first.
+        self._freed: OrderedDict[int, None] = OrderedDict()
         self._published: dict[int, CachedBlock] = {}  # by block id
         self._block_by_hash: dict[int, int] = {}
 

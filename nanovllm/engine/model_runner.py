@@ -221,7 +221,7 @@ def warm_up_batches(config: Config) -> Iterator[ScheduledBatch]:
         chunk = PrefillChunk(1, [0] * min(longest - 1, budget), is_last=True, init=init)
         yield ScheduledBatch([0], [0], [chunk], growth=[], max_context_len=longest)
     powers = {2**i for i in range(config.max_num_seqs.bit_length())}
-    for num_rows in sorted(powers | {config.max_num_seqs}):  # attention has kernels for several
+    for num_rows in sorted(powers | {config.max_num_seqs}):  # attention's kernel depends on it
         rows = list(range(num_rows))
         yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
 

@@ -155,7 +155,7 @@ def _launch_shape(
     num_rows, row_size: of a program's query heads, padded; row_size values make a token's K or V.
     """
     if is_split:
-        kib, stages, warps = (4, 3, 1) if num_programs >= MERGED_PROGRAMS else (8, 3, 2)
+        kib, stages, warps = (4, 3, 1) if num_programs >= ENOUGH_PROGRAMS else (8, 3, 2)
     else:
         kib, stages, warps = (8, 4, 1) if num_programs >= MANY_PROGRAMS else (16, 3, 4)
     itemsize = q.element_size()
