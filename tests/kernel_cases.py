@@ -1,0 +1,30 @@
+"""What tests of the Triton kernels share: where they run, with what, and how close results must be.
+
+On a GPU, else under Triton's interpreter: that runs small grids in fp32 and fp16 (its bf16 `tl.dot`
+is wrong); with a GPU the same tests also run the full grids and bf16.
+"""
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_GPU
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# (heads, kv_heads, head_dim): head sizes, GQA ratios 1, 2, 7, 8, K/V widths 72, 192, 1024
+SHAPES = [(3, 3, 24), (6, 3, 64), (8, 1, 40), (7, 1, 80)]
+GPU_SHAPES = [(16, 8, 128), (9, 3, 64), (14, 2, 96), (32, 4, 256), (8, 8, 128), (7, 1, 24)]
+shapes = pytest.mark.parametrize("shape", SHAPES + GPU_SHAPES * HAS_GPU, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def randn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.shape == expected.shape
+    assert out.isfinite().all()
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"

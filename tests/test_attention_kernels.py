@@ -1,0 +1,225 @@
+"""The attention kernels, and what precedes them, each against its torch counterpart."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nanovllm.layers.attention import store_kv
+from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.context import Context
+from tests.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn, shapes
+
+pytest.importorskip("triton")
+from nanovllm.kernels.decode_attention import decode_attention
+from nanovllm.kernels.prefill_attention import prefill_attention
+from nanovllm.kernels.qkv import norm_rope_store
+
+
+@dataclass
+class Pages:
+    """A random pool, poisoned wherever no sequence has a token, and tables over it."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> "Pages":
+        need = [-(-n // block_size) for n in lens]
+        order = list(range(sum(need)))
+        random.Random(0).shuffle(order)
+        tables = torch.full((len(lens), max(need) + 1), -(2**30), dtype=torch.int32)
+        caches = randn(2, sum(need), block_size, kv_heads, head_dim, dtype=dtype)
+        for i, n in enumerate(lens):
+            ids, order = order[: need[i]], order[need[i] :]
+            tables[i, : need[i]] = torch.tensor(ids, dtype=torch.int32)
+            if n % block_size:
+                caches[:, ids[-1], n % block_size :] = float("nan")
+        context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        return cls(caches[0], caches[1], tables.to(DEVICE), context_lens)
+
+    def context(self, lens_q: list[int] | None = None) -> Context:
+        cu_q = None if lens_q is None else cumulative(lens_q)
+        longest = int(self.context_lens.max())
+        return Context(
+            slot_mapping=self.context_lens,
+            context_lens=self.context_lens,
+            block_tables=self.block_tables,
+            max_seqlen_k=longest,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cumulative(self.context_lens.tolist()),
+            max_seqlen_q=max(lens_q or [1]),
+        )
+
+
+def cumulative(lens: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(DEVICE, torch.int32)
+
+
+@dtypes
+@pytest.mark.parametrize("block_size", [16, 256] + [1, 64] * HAS_GPU)
+@shapes
+def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = shape
+    lens = [1, 0, 17, 255, 256, 257] + [1900, 3, 640] * HAS_GPU
+    pages = Pages.make(lens, block_size, kv_heads, head_dim, dtype)
+    # strided rows, as a view of the QKV projection has
+    q = randn(len(lens), heads + 2, head_dim, dtype=dtype, seed=1)[:, :heads]
+    reference = TorchBackend().decode(
+        q.float(), pages.k_cache.float(), pages.v_cache.float(), 0.2, pages.context()
+    )
+    for num_splits in (1, 2, 16, 32, None):
+        out = decode_attention(
+            q,
+            pages.k_cache,
+            pages.v_cache,
+            pages.block_tables,
+            pages.context_lens,
+            0.2,
+            num_splits,
+        )
+        assert_close(out, reference, dtype)
+        assert not out[1].any(), "a padding row must give zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("has_many", [True, False])
+@pytest.mark.parametrize("block_size", [1, 32])
+def test_decode_attention_in_other_launch_shapes(
+    block_size: int, has_many: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of any size meet blocks of any size, and more blocks than are looked up at a time."""
+    for name in ("MANY_PROGRAMS", "ENOUGH_PROGRAMS"):
+        monkeypatch.setattr(f"nanovllm.kernels.decode_attention.{name}", 0 if has_many else 10**6)
+    lens = [1, 0, 130, 40 * block_size]
+    pages = Pages.make(lens, block_size, 1, 64, dtype)
+    q = randn(len(lens), 2, 64, dtype=dtype, seed=1)
+    cached = pages.k_cache, pages.v_cache
+    context = pages.context()
+    reference = TorchBackend().decode(q.float(), cached[0].float(), cached[1].float(), 0.2, context)
+    for num_splits in (1, 3):
+        tables, context_lens = pages.block_tables, pages.context_lens
+        out = decode_attention(q, *cached, tables, context_lens, 0.2, num_splits)
+        assert_close(out, reference, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("block_size", [16, 256] + [1, 64] * HAS_GPU)
+@shapes
+def test_prefill_attention_with_cached_prefixes(
+    shape: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    heads, kv_heads, head_dim = shape
+    lens_q, lens_k = [1, 5, 130, 17], [1, 69, 130, 144]
+    if HAS_GPU:
+        lens_q, lens_k = [*lens_q, 1, 700], [*lens_k, 1800, 1100]
+    pages = Pages.make(lens_k, block_size, kv_heads, head_dim, dtype)
+    q = randn(sum(lens_q), heads + 2, head_dim, dtype=dtype, seed=1)[:, :heads]
+    context = pages.context(lens_q)
+    k_cache, v_cache = pages.k_cache.float(), pages.v_cache.float()
+    reference = TorchBackend().prefill(q.float(), k_cache, v_cache, k_cache, v_cache, 0.2, context)
+    assert context.cu_seqlens_q is not None
+    assert context.cu_seqlens_k is not None
+    out = prefill_attention(
+        q,
+        pages.k_cache,
+        pages.v_cache,
+        pages.block_tables,
+        context.cu_seqlens_q,
+        context.cu_seqlens_k,
+        max(lens_q),
+        0.2,
+    )
+    assert_close(out, reference, dtype)
+
+
+@dtypes
+@shapes
+def test_prefill_attention_over_fresh_kv(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = shape
+    lens = [3, 140, 1, 64] + [1000] * HAS_GPU
+    qkv = randn(sum(lens), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    cu = cumulative(lens)
+    context = Context(
+        slot_mapping=cu,
+        context_lens=torch.tensor(lens),
+        block_tables=None,
+        max_seqlen_k=max(lens),
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu,
+        max_seqlen_q=max(lens),
+    )
+    empty = torch.empty(0)
+    reference = TorchBackend().prefill(q.float(), k.float(), v.float(), empty, empty, 0.2, context)
+    assert_close(prefill_attention(q, k, v, None, cu, cu, max(lens), 0.2), reference, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("has_norm", [True, False])
+@shapes
+def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = shape
+    t, block_size = 7, 16
+    qkv = randn(t, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    positions = torch.tensor([0, 5, 99, 3, 4, 17, 31], device=DEVICE)
+    slots = torch.tensor([3, -1, 47, 0, 31, 16, -1], device=DEVICE)
+    norms = [RMSNorm(head_dim, 1e-6).to(DEVICE, dtype) for _ in range(2)]
+    for i, norm in enumerate(norms):
+        norm.weight.data = randn(head_dim, dtype=dtype, seed=i + 1)
+    with DEVICE:
+        rotary = RotaryEmbedding(head_dim, 128, 10000.0)
+    caches = [randn(3, block_size, kv_heads, head_dim, dtype=dtype, seed=9) for _ in range(4)]
+
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    if has_norm:
+        q, k = norms[0](q), norms[1](k)
+    q, k = rotary(positions, q), rotary(positions, k)
+    stored = slots >= 0
+    store_kv(k[stored], v[stored], caches[0], caches[1], slots[stored])
+
+    weights = (norms[0].weight.data, norms[1].weight.data) if has_norm else None
+    v = v.clone()
+    norm_rope_store(qkv, positions, slots, rotary.cos_sin, weights, 1e-6, caches[2], caches[3])
+    for out, expected in (
+        (qkv[:, :heads], q),
+        (qkv[:, heads : heads + kv_heads], k),
+        (caches[2], caches[0]),
+    ):
+        assert_close(out, expected, dtype)
+    assert torch.equal(qkv[:, heads + kv_heads :], v)
+    assert torch.equal(caches[3], caches[1])
+
+
+@pytest.mark.gpu
+def test_pool_beyond_two_to_the_31_elements() -> None:
+    """Slots past 2**31 / width must not wrap around: stored and read back by attention."""
+    kv_heads, head_dim, block_size = 8, 128, 256
+    num_blocks = 2**31 // (block_size * kv_heads * head_dim) + 9
+    caches = torch.zeros(2, num_blocks, block_size, kv_heads, head_dim, device=DEVICE).bfloat16()
+    t = 300
+    qkv = randn(t, 16 + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
+    table = torch.tensor([[num_blocks - 1, num_blocks - 2]], dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(t, device=DEVICE)
+    slots = table[0, positions // block_size].long() * block_size + positions % block_size
+    with DEVICE:
+        rotary = RotaryEmbedding(head_dim, 512, 10000.0)
+    norm_rope_store(qkv, positions, slots, rotary.cos_sin, None, 0.0, caches[0], caches[1])
+    q, k, v = qkv.split([16, kv_heads, kv_heads], dim=1)
+    assert torch.equal(caches[1, -1], v[:256])
+    assert torch.equal(caches[0, -2, :44], k[256:])
+    lens = torch.tensor([t], dtype=torch.int32, device=DEVICE)
+    last = q[-1:].contiguous()
+    out = decode_attention(last, caches[0], caches[1], table, lens, 0.1)
+    cu = cumulative([t])
+    expected = prefill_attention(q, k, v, None, cu, cu, t, 0.1)
+    assert_close(out, expected[-1:], torch.bfloat16)
+    paged = prefill_attention(q, caches[0], caches[1], table, cu, cu, t, 0.1)
+    assert_close(paged, expected, torch.bfloat16)
