@@ -8,13 +8,14 @@ import torch
 
 from nanovllm.layers.attention import store_kv
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
+from nanovllm.layers.attention_backends.triton import TritonBackend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 from tests.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn, shapes
 
 pytest.importorskip("triton")
-from nanovllm.kernels.decode_attention import decode_attention
+from nanovllm.kernels.decode_attention import LAUNCHES, decode_attention, launch_for
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.qkv import norm_rope_store
 
@@ -90,24 +91,34 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("has_many", [True, False])
+@pytest.mark.parametrize("num_programs", [1, 100, *(least for least, _ in LAUNCHES)])
 @pytest.mark.parametrize("block_size", [1, 32])
-def test_decode_attention_in_other_launch_shapes(
-    block_size: int, has_many: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_decode_attention_in_every_launch(
+    block_size: int, num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of any size meet blocks of any size, and more blocks than are looked up at a time."""
-    for name in ("MANY_PROGRAMS", "ENOUGH_PROGRAMS"):
-        monkeypatch.setattr(f"nanovllm.kernels.decode_attention.{name}", 0 if has_many else 10**6)
+    launch = launch_for(num_programs)
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.launch_for", lambda _: launch)
     lens = [1, 0, 130, 40 * block_size]
     pages = Pages.make(lens, block_size, 1, 64, dtype)
     q = randn(len(lens), 2, 64, dtype=dtype, seed=1)
     cached = pages.k_cache, pages.v_cache
     context = pages.context()
     reference = TorchBackend().decode(q.float(), cached[0].float(), cached[1].float(), 0.2, context)
-    for num_splits in (1, 3):
+    for num_splits in (1, 3, None):
         tables, context_lens = pages.block_tables, pages.context_lens
         out = decode_attention(q, *cached, tables, context_lens, 0.2, num_splits)
         assert_close(out, reference, dtype)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("max_num_seqs", [1, 100, 600])
+def test_decode_sizes_need_every_launch(max_num_seqs: int, kv_heads: int) -> None:
+    sizes = TritonBackend().decode_sizes(max_num_seqs, kv_heads)
+    needed = {launch_for(n * kv_heads) for n in range(1, max_num_seqs + 1)}
+    assert {launch_for(n * kv_heads) for n in sizes} == needed
+    assert sizes[-1] == max_num_seqs
+    assert len(sizes) <= len(needed) + 1
 
 
 @dtypes

@@ -171,7 +171,7 @@ tuning.MARGIN = 1e9  # one of our own products, however slow
 compiled = []
 knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
 sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 700, "max_model_len": 600}
-llm = LLM(sys.argv[1], dtype="bfloat16", **sizes)
+llm = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=sys.argv[2] == "eager", **sizes)
 assert compiled, "the hook is called"
 compiled.clear()
 rng = random.Random(0)
@@ -187,9 +187,10 @@ sys.exit("\\n".join(compiled) or 0)
 """
 
 
-def test_nothing_is_compiled_after_construction(checkpoint: Path) -> None:
+@pytest.mark.parametrize("mode", ["graphs", "eager"])
+def test_nothing_is_compiled_after_construction(mode: str, checkpoint: Path) -> None:
     """In a process of its own, in which no other test has compiled anything."""
-    command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint)]
+    command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint), mode]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -201,14 +201,17 @@ class ModelRunner:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def _warm_up(self) -> None:
-        for batch in warm_up_batches(self.config):
+        num_kv_heads = self._attention[0].num_kv_heads
+        sizes = self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads)
+        for batch in warm_up_batches(self.config, sizes):
             # What the steps before have left must not grow past the block tables.
             self.rows.context_lens.clamp_(max=self.config.max_model_len - 1)
             self.launch(batch).token_ids()
 
 
-def warm_up_batches(config: Config) -> Iterator[ScheduledBatch]:
-    """Steps that between them need all kernels and the most memory; they touch block 0 only."""
+def warm_up_batches(config: Config, decode_sizes: Sequence[int]) -> Iterator[ScheduledBatch]:
+    """Steps that between them need all kernels and the most memory; they touch block 0 only.
+    decode_sizes: how many rows decode at a time."""
     longest, budget = config.max_model_len - 1, config.max_num_batched_tokens
     num_blocks = -(-config.max_model_len // config.kvcache_block_size)
     init = RowInit(temperature=1.0, seed=0, block_table=[0] * num_blocks)
@@ -220,8 +223,7 @@ def warm_up_batches(config: Config) -> Iterator[ScheduledBatch]:
     if longest > 1:  # a chunk after a cached prefix
         chunk = PrefillChunk(1, [0] * min(longest - 1, budget), is_last=True, init=init)
         yield ScheduledBatch([0], [0], [chunk], growth=[], max_context_len=longest)
-    powers = {2**i for i in range(config.max_num_seqs.bit_length())}
-    for num_rows in sorted(powers | {config.max_num_seqs}):  # attention's kernel depends on it
+    for num_rows in decode_sizes:
         rows = list(range(num_rows))
         yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
 

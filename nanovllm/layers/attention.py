@@ -43,6 +43,11 @@ class AttentionBackend(Protocol):
         """q [n, heads, head_dim], one token per sequence -> as q; context length 0 gives zeros."""
         ...
 
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+        """Batch sizes up to `max_num_seqs`, that one included, which between them need all kernels
+        of `decode`."""
+        ...
+
 
 class Attention(nn.Module):
     """All between the QKV projection and the output projection. The runner binds backend and

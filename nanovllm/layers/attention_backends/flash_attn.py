@@ -59,3 +59,6 @@ class FlashAttnBackend:
             causal=True,
         )
         return out.squeeze(1)
+
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+        return [max_num_seqs]

@@ -85,6 +85,9 @@ class TorchBackend:
             outs.append(out if group.is_empty is None else out.masked_fill(group.is_empty, 0))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+        return [max_num_seqs]
+
 
 def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> list[_Group]:
     """The step's sequences, neighbours together."""

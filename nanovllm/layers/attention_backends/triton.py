@@ -10,10 +10,11 @@ class TritonBackend:
 
     def __init__(self) -> None:
         # Here, not at import: triton need not be installed where this backend is not chosen.
-        from nanovllm.kernels.decode_attention import decode_attention
+        from nanovllm.kernels.decode_attention import decode_attention, launch_for
         from nanovllm.kernels.prefill_attention import prefill_attention
 
         self._decode, self._prefill = decode_attention, prefill_attention
+        self._launch_for = launch_for
 
     def prefill(
         self,
@@ -54,3 +55,7 @@ class TritonBackend:
             q, k_cache, v_cache, context.block_tables, context.context_lens, scale
         )
         return out
+
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+        by_launch = {self._launch_for(n * num_kv_heads): n for n in range(1, max_num_seqs + 1)}
+        return sorted({*by_launch.values(), max_num_seqs})
