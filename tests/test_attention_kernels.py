@@ -15,7 +15,8 @@ from nanovllm.utils.context import Context
 from tests.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn, shapes
 
 pytest.importorskip("triton")
-from nanovllm.kernels.decode_attention import LAUNCHES, decode_attention, launch_for
+from nanovllm.kernels.decode_attention import decode_attention
+from nanovllm.kernels.decode_launch import LAUNCHES, launch_for
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.qkv import norm_rope_store
 

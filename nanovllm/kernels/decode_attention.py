@@ -5,42 +5,13 @@ with an online softmax, while the next tiles of K/V are on their way. Where ther
 split a second kernel merges their results by their log-sum-exps.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.tiles import attention_tile, shared_memory
+from nanovllm.kernels.decode_launch import MAX_SPLITS, launch_for
 
-SPLIT_PROGRAMS = 900  # keep the memory of a large GPU busy with splits of few sequences
-MERGED_PROGRAMS = 512  # do so with more than 8 splits, whose merge takes longer
-MAX_SPLITS = 32
 BLOCKS = 32  # of which a program holds the ids at a time
-
-
-class Launch(NamedTuple):
-    """How the kernel runs: splits of each context, KiB per tile of K or V, Triton's options."""
-
-    splits: int
-    kib: int
-    stages: int
-    warps: int
-
-
-# By the least number of sequences times K/V heads, where that is enough for whole contexts or
-# halves of them. A multiprocessor holds few programs of big tiles, more of small ones; what pays is
-# that the last ones to start find most multiprocessors busy. Fastest in sweeps on an H200, over
-# bench.py's contexts, the longest first.
-LAUNCHES = (
-    (2040, Launch(1, 8, stages=3, warps=1)),
-    (1760, Launch(1, 16, stages=2, warps=4)),
-    (1152, Launch(1, 8, stages=3, warps=1)),
-    (800, Launch(1, 8, stages=4, warps=1)),
-    (520, Launch(1, 16, stages=3, warps=4)),
-    (424, Launch(2, 16, stages=2, warps=4)),
-    (376, Launch(1, 16, stages=3, warps=4)),
-)
 
 
 @triton.jit(do_not_specialize=["table_stride", "table_width", "num_splits"])
@@ -161,33 +132,6 @@ def _merge_kernel(
     tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-def launch_for(num_programs: int) -> Launch:
-    """For so many sequences times K/V heads. Depends on sizes only, so that a captured launch stays
-    right; short contexts leave their later splits empty."""
-    for least, launch in LAUNCHES:
-        if num_programs >= least:
-            return launch
-    wanted = triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_programs))
-    splits = min(wanted, max(8, MERGED_PROGRAMS // num_programs), MAX_SPLITS)
-    if num_programs * splits >= MERGED_PROGRAMS:
-        return Launch(splits, 4, stages=3, warps=1)
-    return Launch(splits, 8, stages=3, warps=2)
-
-
-def _fitted(launch: Launch, num_rows: int, row_size: int, q: torch.Tensor) -> tuple[int, int, int]:
-    """Tokens per tile, stages and warps of a launch, as far as they fit.
-
-    num_rows, row_size: of a program's query heads, padded; row_size values make a token's K or V.
-    """
-    itemsize, stages = q.element_size(), launch.stages
-    tile = attention_tile(row_size, itemsize, launch.kib * 1024)
-    if 2 * (stages - 1) * tile * row_size * itemsize > shared_memory(q.device) // 2:
-        stages = 2
-    if itemsize == 4:
-        return tile, stages, 4  # products without tensor cores
-    return tile, stages, max(launch.warps, min(8, num_rows * row_size // 2048))  # registers
-
-
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -214,7 +158,7 @@ def decode_attention(
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
     group = num_heads // kv_heads
     rows = max(16, triton.next_power_of_2(group))
-    tile, stages, num_warps = _fitted(launch, rows, padded, q)
+    tile, stages, num_warps = launch.fitted(rows, padded, q)
     _decode_kernel[(kv_heads, splits, n)](
         q,
         k_cache,

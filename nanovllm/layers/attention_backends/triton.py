@@ -10,7 +10,8 @@ class TritonBackend:
 
     def __init__(self) -> None:
         # Here, not at import: triton need not be installed where this backend is not chosen.
-        from nanovllm.kernels.decode_attention import decode_attention, launch_for
+        from nanovllm.kernels.decode_attention import decode_attention
+        from nanovllm.kernels.decode_launch import launch_for
         from nanovllm.kernels.prefill_attention import prefill_attention
 
         self._decode, self._prefill = decode_attention, prefill_attention
