@@ -14,6 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors
 
+from nanovllm.utils import peer_memory
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 # A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
@@ -41,3 +42,9 @@ def ragged_prompts() -> list[list[int]]:
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 90))] for _ in range(24)]
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(40)]
     return prompts + [shared + prompt[:20] for prompt in prompts[:8]]
+
+
+@pytest.fixture
+def no_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs without NVLink: if rank 0 cannot, none does. NCCL is in the graphs then."""
+    monkeypatch.setattr(peer_memory, "_can_signal", lambda *_: False)

@@ -1,15 +1,14 @@
 """What ranks on GPUs need that shows without any: their devices, and waits that end."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from threading import Barrier, Event, Lock, Thread, local
+from threading import Event, Lock, Thread
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from nanovllm.config import Config
 from nanovllm.engine import executor, staging, workers
 from nanovllm.engine.llm_engine import make_runner
 from nanovllm.engine.workers import Workers
-from nanovllm.utils import gpu_links, peer_memory
+from nanovllm.utils import gpu_links
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import GPULinks, PeerLostError
-from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory, connect_peers
 
 CPU = torch.device("cpu")
 
@@ -167,127 +165,3 @@ def test_links_that_come_after_ctrl_c_are_ended(
     assert has_ended.wait(5)
     assert aborted == ["NCCL"]
     other_end.close()
-
-
-class Driver:
-    """Hands out addresses, and takes them back in the context they come from; what is `refused`
-    fails, such as opening another rank's memory."""
-
-    def __init__(self, refused: str = "") -> None:
-        self.refused = refused
-        self.held: set[int] = set()
-        self.num_bytes = 0
-        self.calls: list[str] = []
-
-    def call(self, name: str, *args: Any) -> None:
-        if name == self.refused:
-            raise OSError(name)
-        if name == "cuCtxGetCurrent":
-            args[0]._obj.value = 0x77
-        elif name == "cuDeviceGetP2PAttribute":
-            args[0]._obj.value = 1
-        elif name == "cuMemAlloc_v2":
-            self.num_bytes = args[1].value
-            args[0]._obj.value = 0x1000
-            self.held.add(0x1000)
-        elif name == "cuIpcGetMemHandle":
-            args[0]._obj.reserved = b"handle"
-        elif name == "cuIpcOpenMemHandle_v2":
-            assert args[1].reserved == b"handle"
-            args[0]._obj.value = 0x2000
-            self.held.add(0x2000)
-
-    def __getitem__(self, name: str) -> Callable[..., int]:
-        def function(*args: Any) -> int:
-            self.calls.append(name)
-            if name == "cuCtxPushCurrent_v2":
-                assert args[0].value == 0x77
-            elif name in ("cuMemFree_v2", "cuIpcCloseMemHandle"):
-                self.held.remove(args[0].value)
-            return 0
-
-        return function
-
-    def check_freed(self) -> None:
-        """Everything, while nothing ran, in its context; and the thread has its own again."""
-        assert not self.held
-        first, second, *frees, last = self.calls
-        assert [first, second, last] == [
-            "cuCtxPushCurrent_v2",
-            "cuCtxSynchronize",
-            "cuCtxPopCurrent_v2",
-        ]
-        assert "cuMemFree_v2" in frees
-
-
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> local:
-    """Its `driver` is what the thread takes for CUDA's."""
-    own = local()
-    monkeypatch.setattr(peer_memory, "_call", lambda *args: own.driver.call(*args))
-    monkeypatch.setattr(peer_memory, "_driver", lambda: own.driver)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
-    return own
-
-
-@pytest.mark.parametrize("refused", ["", "cuIpcOpenMemHandle_v2", "cuIpcGetMemHandle"])
-def test_peer_memory_is_there_on_all_ranks_or_none(refused: str, own: local) -> None:
-    drivers = [Driver(), Driver(refused)]
-    barrier, slots = Barrier(2), [torch.empty(0)] * 2
-
-    def connect(rank: int) -> PeerMemory | None:
-        own.driver = drivers[rank]
-
-        def all_gather(x: torch.Tensor) -> torch.Tensor:
-            slots[rank] = x
-            barrier.wait(5)
-            out = torch.stack(slots)
-            barrier.wait(5)
-            return out
-
-        peers = connect_peers(rank, 2, CPU, (100, 4000), all_gather)
-        if peers is not None:
-            assert peers.addresses.tolist() == [0x1000, 0x2000][:: 1 if rank == 0 else -1]
-            assert (peers.num_rows, peers.row_bytes, peers.rows_offset) == (100, 4000, 1600)
-            for _ in range(2):
-                peers.close()
-        return peers
-
-    with ThreadPoolExecutor(2) as pool:
-        connected = list(pool.map(connect, range(2)))
-    assert [peers is not None for peers in connected] == [not refused] * 2
-    for driver in drivers:
-        driver.check_freed()
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_peer_memory_is_freed_if_a_peer_is_lost_on_the_way(number: int, own: local) -> None:
-    own.driver = driver = Driver()
-    calls: list[torch.Tensor] = []
-
-    def all_gather(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        if len(calls) == number:
-            raise PeerLostError
-        return torch.stack([x, x])
-
-    with pytest.raises(PeerLostError):
-        connect_peers(0, 2, CPU, (100, 4000), all_gather)
-    driver.check_freed()
-
-
-@pytest.mark.parametrize(
-    ("size", "shape", "num_rows"),
-    [(2, (10, 100), MIN_ROWS), (2, (100_000, 4000), 1048), (8, (512, 10240), 58)],
-)
-def test_peer_memory_has_no_more_rows_than_it_lets_through(
-    size: int, shape: tuple[int, int], num_rows: int, own: local
-) -> None:
-    own.driver = driver = Driver()
-    peers = connect_peers(0, size, CPU, shape, lambda x: torch.stack([x] * size))
-    assert peers is not None
-    assert peers.num_rows == len(peers.sequence) == num_rows
-    assert driver.num_bytes == peers.rows_offset + 2 * size * num_rows * peers.row_bytes
-    assert peers.holds(num_rows, peers.row_bytes)
-    assert not peers.holds(num_rows + 1, peers.row_bytes)

@@ -1,0 +1,162 @@
+"""Two ranks on two GPUs that die, fail or end: in time, with a clear error, and all memory free."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.engine.workers import RankDiedError
+from tests.reference import greedy_ids
+from tests.test_executor import StepError, at_call, fail, parts
+from tests.test_tensor_parallel import NUM_TOKENS, Prompts, ids
+from tests.test_tensor_parallel_gpu import LONG, ids_of_one_gpu, make_llm
+
+pytestmark = pytest.mark.gpu2
+
+ROOT = Path(__file__).parents[1]
+MIB = 2**20
+
+
+def free_bytes() -> list[int]:
+    gc.collect()
+    free = []
+    for device in range(2):
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+    return free
+
+
+@pytest.mark.usefixtures("no_peer_memory")
+def test_end_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
+    """Which ends once the graphs that hold it have gone."""
+    frees = []
+    for _ in range(2):  # the first leaves libraries in memory
+        llm = make_llm(tiny_qwen3, 2)
+        greedy_ids(llm, LONG, NUM_TOKENS)
+        start = time.monotonic()
+        del llm
+        seconds = time.monotonic() - start
+        frees.append(free_bytes())
+        print(f"ended within {seconds:.2f} s, free afterwards {frees[-1]}")
+        assert seconds < 3
+    assert all(a - b <= 128 * MIB for a, b in zip(*frees, strict=True))
+
+
+ENDS_WITHOUT_EXIT = """
+import atexit, sys, time
+atexit.register(lambda: print(time.monotonic() - start))  # runs after what is registered later
+from nanovllm import LLM, SamplingParams
+from nanovllm.utils import peer_memory
+peer_memory._can_signal = lambda *_: False
+sizes = {"max_model_len": 64, "num_kvcache_blocks": 64, "max_num_seqs": 16}
+llm = LLM(sys.argv[1], device="cuda", tensor_parallel_size=2, **sizes)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8), use_tqdm=False)
+start = time.monotonic()
+"""
+
+
+def test_script_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
+    command = [sys.executable, "-c", ENDS_WITHOUT_EXIT, str(tiny_qwen3)]
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    print(f"ended within {script.stdout}s; {script.stderr}")
+    assert float(script.stdout) < 3
+
+
+def kill_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills the worker in front of the `number`-th step from now."""
+    step, calls, pid = llm._step, list[int](), parts(llm)[1][0].process.pid
+
+    def killing_step() -> object:
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(pid or 0, signal.SIGKILL)
+        return step()
+
+    monkeypatch.setattr(llm, "_step", killing_step)
+
+
+def check_killed(llm: LLM, before: list[int]) -> None:
+    """That generating fails in time, and leaves nothing behind."""
+    start = time.monotonic()
+    with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code -9"):
+        greedy_ids(llm, LONG, 100)
+    print(f"noticed within {time.monotonic() - start:.2f} s")
+    assert time.monotonic() - start < 10
+    assert parts(llm) == (None, [])
+    llm.exit()
+    children = psutil.Process().children()
+    assert not [p for p in children if "spawn_main" in " ".join(p.cmdline())]
+    after = free_bytes()
+    print(f"free before {before}, after {after}")
+    assert all(b - a <= 512 * MIB for b, a in zip(before, after, strict=True))
+
+
+def test_worker_killed_in_decode_and_a_new_engine(
+    tiny_qwen3: Path,
+    ragged_prompts: Prompts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = ids_of_one_gpu(tiny_qwen3, ragged_prompts)
+    before = free_bytes()
+    llm = make_llm(tiny_qwen3, 2)
+    kill_in_step(llm, 6, monkeypatch)
+    check_killed(llm, before)
+    with make_llm(tiny_qwen3, 2) as another:
+        assert ids(another, ragged_prompts) == expected
+
+
+def test_worker_killed_in_prefill(tiny_qwen3: Path) -> None:
+    """Rank 0 is about to launch it, and waits in NCCL then."""
+    before = free_bytes()
+    llm = make_llm(tiny_qwen3, 2)
+    pid = parts(llm)[1][0].process.pid
+    at_call(parts(llm)[0].model, 1, lambda: os.kill(pid or 0, signal.SIGKILL))
+    check_killed(llm, before)
+
+
+@pytest.mark.usefixtures("no_peer_memory")
+def test_worker_killed_with_nccl_in_the_graphs(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = free_bytes()
+    llm = make_llm(tiny_qwen3, 2)
+    kill_in_step(llm, 6, monkeypatch)
+    check_killed(llm, before)
+
+
+def test_rank_0_fails_in_a_step(tiny_qwen3: Path) -> None:
+    llm = make_llm(tiny_qwen3, 2)
+    at_call(parts(llm)[0].model.model.layers[1], 1, fail)
+    start = time.monotonic()
+    with pytest.raises(StepError):
+        greedy_ids(llm, LONG, NUM_TOKENS)
+    assert time.monotonic() - start < 10
+    with pytest.raises(RankDiedError, match="make a new LLM"):
+        greedy_ids(llm, LONG, NUM_TOKENS)
+
+
+def test_the_fullest_gpu_counts_and_exit_gives_everything_back(tiny_qwen3: Path) -> None:
+    config = {"gpu_memory_utilization": 0.1, "num_kvcache_blocks": -1, "kvcache_block_size": 256}
+    frees, num_blocks = [], []
+    for ballast_share in (0.0, 0.95):
+        free, total = torch.cuda.mem_get_info(1)
+        num_bytes = int(max(free - (1 - ballast_share) * total, 0)) if ballast_share else 0
+        ballast = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:1")
+        with make_llm(tiny_qwen3, 2, **config) as llm:
+            num_blocks.append(llm.scheduler.block_manager.num_blocks)
+            greedy_ids(llm, LONG, NUM_TOKENS)
+        del ballast
+        frees.append(free_bytes())
+    print(f"{num_blocks} blocks, free afterwards {frees}")
+    assert num_blocks[1] < 0.7 * num_blocks[0]
+    assert all(abs(a - b) <= 256 * MIB for a, b in zip(*frees, strict=True))
