@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the ids of one, whatever a rank's end leaves behind, and memory."""
+"""Two ranks on two GPUs compute what one GPU does, with and without memory that they share."""
 
 import os
 from collections.abc import Iterator
@@ -23,8 +23,6 @@ from tests.test_tensor_parallel import (
 
 pytestmark = pytest.mark.gpu2
 
-ROOT = Path(__file__).parents[1]
-MIB = 2**20
 LONG = [[token % 500 for token in range(i, i + 900)] for i in range(8)]  # prefilled by way of NCCL
 
 
