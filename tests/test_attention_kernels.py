@@ -114,12 +114,12 @@ def test_decode_attention_in_every_launch(
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("max_num_seqs", [1, 100, 600])
-def test_decode_sizes_need_every_launch(max_num_seqs: int, kv_heads: int) -> None:
+def test_decode_sizes_need_every_kernel(max_num_seqs: int, kv_heads: int) -> None:
     sizes = TritonBackend().decode_sizes(max_num_seqs, kv_heads)
-    needed = {launch_for(n * kv_heads) for n in range(1, max_num_seqs + 1)}
-    assert {launch_for(n * kv_heads) for n in sizes} == needed
-    assert sizes[-1] == max_num_seqs
-    assert len(sizes) <= len(needed) + 1
+    needed = {launch_for(n * kv_heads).kernel for n in range(1, max_num_seqs + 1)}
+    assert {launch_for(n * kv_heads).kernel for n in sizes} == needed
+    assert len(sizes) == len(needed)
+    assert all(1 <= size <= max_num_seqs for size in sizes)
 
 
 @dtypes

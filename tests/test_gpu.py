@@ -188,8 +188,12 @@ sys.exit("\\n".join(compiled) or 0)
 
 
 @pytest.mark.parametrize("mode", ["graphs", "eager"])
-def test_nothing_is_compiled_after_construction(mode: str, checkpoint: Path) -> None:
-    """In a process of its own, in which no other test has compiled anything."""
+def test_nothing_is_compiled_after_construction(mode: str, tmp_path: Path) -> None:
+    """In a process of its own, in which no other test has compiled anything; with K/V heads enough
+    for every launch of decode attention."""
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 48)
+    sizes = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
+    checkpoint = make_checkpoint(tmp_path, **sizes, **heads)
     command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint), mode]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr

@@ -4,7 +4,7 @@ Depends on sizes only, so that a captured launch stays right; short contexts lea
 splits empty.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,16 +13,23 @@ from nanovllm.kernels.tiles import attention_tile, shared_memory
 
 SPLIT_PROGRAMS = 900  # keep the memory of a large GPU busy with splits of few sequences
 MERGED_PROGRAMS = 512  # do so with more than 8 splits, whose merge takes longer
+SMALL_TILE_PROGRAMS = 512  # splits that keep it as busy with little on its way to each
 MAX_SPLITS = 32
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Launch:
     """Splits of each context, KiB per tile of K or V, and Triton's options."""
 
     splits: int
     kib: int
     stages: int
     warps: int
+
+    @property
+    def kernel(self) -> tuple[bool, int, int, int]:
+        """What is compiled for it: the same for any number of splits from two on."""
+        return self.splits > 1, self.kib, self.stages, self.warps
 
     def fitted(self, num_rows: int, row_size: int, q: torch.Tensor) -> tuple[int, int, int]:
         """Tokens per tile, stages and warps.
@@ -61,6 +68,6 @@ def launch_for(num_programs: int) -> Launch:
             return launch
     wanted = triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_programs))
     splits = min(wanted, max(8, MERGED_PROGRAMS // num_programs), MAX_SPLITS)
-    if num_programs * splits >= MERGED_PROGRAMS:
+    if num_programs * splits >= SMALL_TILE_PROGRAMS:
         return Launch(splits, 4, stages=3, warps=1)
     return Launch(splits, 8, stages=3, warps=2)

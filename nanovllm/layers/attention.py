@@ -44,8 +44,8 @@ class AttentionBackend(Protocol):
         ...
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
-        """Batch sizes up to `max_num_seqs`, that one included, which between them need all kernels
-        of `decode`."""
+        """Batch sizes up to `max_num_seqs` which between them need all that is compiled for
+        `decode`; none if nothing is."""
         ...
 
 

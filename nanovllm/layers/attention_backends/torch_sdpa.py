@@ -86,7 +86,7 @@ class TorchBackend:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
-        return [max_num_seqs]
+        return []
 
 
 def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> list[_Group]:

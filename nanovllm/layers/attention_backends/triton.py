@@ -58,5 +58,6 @@ class TritonBackend:
         return out
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
-        by_launch = {self._launch_for(n * num_kv_heads): n for n in range(1, max_num_seqs + 1)}
-        return sorted({*by_launch.values(), max_num_seqs})
+        sizes = range(1, max_num_seqs + 1)
+        by_kernel = {self._launch_for(size * num_kv_heads).kernel: size for size in sizes}
+        return list(by_kernel.values())
