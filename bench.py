@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from benchmarks import roofline
+from benchmarks.decode_steps import profile_decode
 from benchmarks.environment import describe
 from benchmarks.phases import TimedLLM, print_phases, split
-from benchmarks.profiling import profile_decode, profile_run
+from benchmarks.profiling import profile_run
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 

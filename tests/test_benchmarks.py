@@ -3,16 +3,15 @@
 import gzip
 import json
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import bench
-from benchmarks import figure, growth, profiling
+from benchmarks import decode_steps, growth
+from benchmarks.decode_steps import context_lens
 from benchmarks.phases import Mark, split
-from benchmarks.profiling import Activity, Row, busy_ms, context_lens, rows_of
+from benchmarks.profiling import Activity, Row, busy_ms, rows_of
 from benchmarks.roofline import Rates, Shape, floor, num_decode_steps, si
 from nanovllm import LLM
 from tests.checkpoints import make_checkpoint
@@ -106,7 +105,7 @@ def test_busy_time_counts_overlaps_once_and_tables_add_up() -> None:
     ]
 
 
-@pytest.mark.parametrize(("batch", "mean"), profiling.DECODE_CASES)
+@pytest.mark.parametrize(("batch", "mean"), decode_steps.DECODE_CASES)
 def test_context_lens_have_their_mean(batch: int, mean: int) -> None:
     lens = context_lens(batch, mean)
     assert len(lens) == batch
@@ -119,7 +118,7 @@ def test_bench_measures_all_it_can(
 ) -> None:
     model, trace, path = tmp_path / "model", tmp_path / "trace.json.gz", tmp_path / "result.json"
     make_checkpoint(model)
-    monkeypatch.setattr(profiling, "DECODE_CASES", ((16, 60), (6, 40), (6, 990), (8, 200)))
+    monkeypatch.setattr(decode_steps, "DECODE_CASES", ((16, 60), (6, 40), (6, 990), (8, 200)))
     options = "--num-seqs 9 --min-input-len 3 --max-input-len 40 --min-output-len 2"
     options += " --max-output-len 20 --runs 2 --max-model-len 1024 --max-num-seqs 8"
     options += " --kvcache-block-size 16 --num-kvcache-blocks 64 --roofline --profile-decode"
@@ -162,11 +161,11 @@ def test_bench_measures_all_it_can(
 
 
 def test_decode_steps_of_two_ranks(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "DECODE_CASES", ((6, 40),))
+    monkeypatch.setattr(decode_steps, "DECODE_CASES", ((6, 40),))
     sizes = {"max_model_len": 128, "max_num_seqs": 8, "num_kvcache_blocks": 64}
     config = {"device": "cpu", "kvcache_block_size": 16, "tensor_parallel_size": 2}
     with LLM(str(tiny_qwen3), **sizes, **config) as llm:
-        (step,) = profiling.profile_decode(llm, temperature=0.6)
+        (step,) = decode_steps.profile_decode(llm, temperature=0.6)
     assert step.wall_ms > 0
     assert step.kernels
 
@@ -203,55 +202,3 @@ def test_growth_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^step with 10 and 100 waiting prompts: .*us, ratio \d+\.\d\d$", out, re.M)
     assert re.search(r"^step with 128 and 1,000 K/V blocks: .*us, ratio \d+\.\d\d$", out, re.M)
     assert re.search(r"^add_request of 500 ids, 200 times: \d+\.\dus", out, re.M)
-
-
-def h200_result(layers: int, hidden: int, *rates: float, **changes: Any) -> dict[str, Any]:
-    return {
-        "device_name": "NVIDIA H200",
-        "options": figure.WORKLOAD | {"runs": len(rates)},
-        "config": {"tensor_parallel_size": 1, "torch_dtype": "torch.bfloat16"},
-        "shape": {"num_layers": layers, "hidden_size": hidden},
-        "runs": [{"output_tokens_per_second": rate} for rate in rates],
-    } | changes
-
-
-def test_figure_draws_a_bar_each(tmp_path: Path) -> None:
-    small = h200_result(
-        28, 1024, 9e3, 25e3, 26e3, roofline={"floor_output_tokens_per_second": 35e3}
-    )
-    paths = [tmp_path / "small.json", tmp_path / "large.json"]
-    paths[0].write_text(json.dumps(small))
-    paths[1].write_text(json.dumps(h200_result(36, 2560, 13e3, 13.04e3)))
-    out = tmp_path / "docs" / "figure.svg"
-    figure.main([*map(str, paths), "--out", str(out)])
-    root = ET.parse(out).getroot()
-    texts = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    names = ["nano-vllm", "vLLM 0.24", "nanovllm", "hardware limit"]
-    assert [text for text in texts if text in names] == names * 2
-    assert "25.0k to 26.0k74% of the limit" in texts
-    assert "13.0k74% of the limit" in texts, "without a floor of its own, the known one"
-    assert "35.0k" in texts
-    widths = [float(r.get("width", "")) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
-    bars = widths[1:8]  # after the background: high and low of each, then the limit
-    assert bars[4] / bars[5] == pytest.approx(26 / 25, rel=1e-2)
-    assert bars[6] == max(bars)
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"device_name": "a CPU"}, "measured on 'a CPU', the peers on an H200"),
-        ({"options": figure.WORKLOAD | {"num_seqs": 8}}, "its workload is .*'num_seqs': 8"),
-        ({"shape": {"num_layers": 2, "hidden_size": 64}}, r"\(2, 64\); known: "),
-        ({"runs": [{"output_tokens_per_second": 1}]}, "one run.*--runs 2"),
-        ({"config": {"tensor_parallel_size": 2, "torch_dtype": "torch.bfloat16"}}, r"\(2, 'torch"),
-    ],
-)
-def test_figure_refuses_what_does_not_compare(
-    changes: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(h200_result(28, 1024, 1e3, 2e3) | changes))
-    with pytest.raises(SystemExit, match=f"^error: {path}: .*{why}"):
-        figure.main([str(path), "--out", str(tmp_path / "figure.svg")])
-    assert not (tmp_path / "figure.svg").exists()

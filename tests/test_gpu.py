@@ -5,8 +5,6 @@ Everything is teacher-forced over fixed ids: with random weights bf16 logits tie
 
 import importlib.util
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -159,44 +157,6 @@ def test_any_max_num_seqs_with_graphs(
         ids = greedy_ids(llm, prompts, 8)
     with LLM(str(tiny_qwen3), device="cpu", **config) as llm:
         assert ids == greedy_ids(llm, prompts, 8)
-
-
-COUNT_COMPILATIONS = """
-import random, sys
-from triton import knobs
-from nanovllm import LLM, SamplingParams
-from nanovllm.engine import tuning
-
-tuning.MARGIN = 1e9  # one of our own products, however slow
-compiled = []
-knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
-sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 700, "max_model_len": 600}
-llm = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=sys.argv[2] == "eager", **sizes)
-assert compiled, "the hook is called"
-compiled.clear()
-rng = random.Random(0)
-prompts = [[rng.randrange(500) for _ in range(rng.randint(1, 520))] for _ in range(70)]
-prompts += [prompt[:300] + [1, 2, 3] for prompt in prompts[:20]]
-params = [
-    SamplingParams(temperature=i % 3, max_tokens=rng.randint(1, 60), ignore_eos=True)
-    for i in range(len(prompts))
-]
-llm.generate(prompts, params, use_tqdm=False)
-llm.exit()
-sys.exit("\\n".join(compiled) or 0)
-"""
-
-
-@pytest.mark.parametrize("mode", ["graphs", "eager"])
-def test_nothing_is_compiled_after_construction(mode: str, tmp_path: Path) -> None:
-    """In a process of its own, in which no other test has compiled anything; with K/V heads enough
-    for every launch of decode attention."""
-    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 48)
-    sizes = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512}
-    checkpoint = make_checkpoint(tmp_path, **sizes, **heads)
-    command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint), mode]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("kind", ["qkv_proj", "gate_up_proj", "down_proj"])

@@ -1,0 +1,63 @@
+"""On a GPU all kernels are compiled by the time that an engine has been made."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+COUNT_COMPILATIONS = """
+import random, sys
+from triton import knobs
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import tuning
+
+tuning.MARGIN = 1e9  # one of our own products, however slow
+compiled = []
+knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 700, "max_model_len": 600}
+llm = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=sys.argv[2] == "eager", **sizes)
+assert compiled, "the hook is called"
+compiled.clear()
+rng = random.Random(0)
+prompts = [[rng.randrange(500) for _ in range(rng.randint(1, 520))] for _ in range(70)]
+prompts += [prompt[:300] + [1, 2, 3] for prompt in prompts[:20]]
+params = [
+    SamplingParams(temperature=i % 3, max_tokens=rng.randint(1, 60), ignore_eos=True)
+    for i in range(len(prompts))
+]
+llm.generate(prompts, params, use_tqdm=False)
+llm.exit()
+sys.exit("\\n".join(compiled) or 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "heads", "kv_heads", "head_dim"),
+    [
+        ("graphs", 4, 2, 64),
+        ("graphs", 4, 2, 128),
+        ("graphs", 48, 48, 128),  # enough for every launch of decode attention
+        ("eager", 48, 48, 128),
+    ],
+)
+def test_nothing_is_compiled_after_construction(
+    mode: str, heads: int, kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    """In a process of its own, in which no other test has compiled anything."""
+    checkpoint = make_checkpoint(
+        tmp_path,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+    )
+    command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint), mode]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
