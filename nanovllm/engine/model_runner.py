@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.compilation import attention_launches, compile_together
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
 from nanovllm.engine.kv_cache import cpu_pool_bytes, cuda_pool_bytes, resolve_num_blocks
 from nanovllm.engine.row_state import RowState, StepInputs
@@ -137,6 +138,8 @@ class ModelRunner:
         if self.backend.name == "torch":
             sizes = []  # it reads lengths on the host
         self._bind_pool(1)
+        launches = attention_launches(self._attention[0], self._decode_sizes())
+        compile_together(launches, self.device)
         if sizes:
             tune_linears(self.model, sizes[-1], self.group)
         working_bytes = self._activation_bytes() + self._graph_bytes(sizes)
@@ -147,6 +150,10 @@ class ModelRunner:
             self._graphs = self._capture(sizes)
         self._warm_up()
         return num_blocks
+
+    def _decode_sizes(self) -> list[int]:
+        num_kv_heads = self._attention[0].num_kv_heads
+        return self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads)
 
     def _block_bytes(self) -> int:
         layer = self._attention[0]
@@ -201,9 +208,7 @@ class ModelRunner:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def _warm_up(self) -> None:
-        num_kv_heads = self._attention[0].num_kv_heads
-        sizes = self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads)
-        for batch in warm_up_batches(self.config, sizes):
+        for batch in warm_up_batches(self.config, self._decode_sizes()):
             # What the steps before have left must not grow past the block tables.
             self.rows.context_lens.clamp_(max=self.config.max_model_len - 1)
             self.launch(batch).token_ids()

@@ -6,14 +6,20 @@ are. Those whose result a norm reads are measured with that norm: it is what add
 those that SiLU(gate) * up follows with that, which some ways to multiply do on the way.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from nanovllm.engine.compilation import compile_together
 from nanovllm.layers.linear import Product, TunableLinear
 from nanovllm.utils.distributed import TPGroup
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.linear import Slices, Tiling
 
 MARGIN = 0.97  # of torch's time: what is hardly faster is not worth other roundings
 ROUNDS = 5  # of measuring
@@ -35,6 +41,8 @@ def tune_linears(model: nn.Module, max_rows: int, group: TPGroup) -> None:
     for layer in model.modules():
         if isinstance(layer, TunableLinear) and layer.is_tunable:
             alike.setdefault((layer.weight.shape, type(layer)), []).append(layer)
+    if group.rank == 0:
+        _compile([layers[0] for layers in alike.values()], limits, group)
     for key, layers in alike.items():
         choices = [0] * len(limits)
         if group.rank == 0:
@@ -46,6 +54,31 @@ def tune_linears(model: nn.Module, max_rows: int, group: TPGroup) -> None:
         ]
         for layer in layers:
             layer.products = tuple(products)
+
+
+def _compile(layers: Sequence[TunableLinear], limits: Sequence[int], group: TPGroup) -> None:
+    """Compiles the candidates, each for one of the layers that it suits: shapes do not matter."""
+    from nanovllm.kernels.linear import CANDIDATES, Tiling
+
+    launches = {}
+    for limit, layer in itertools.product(limits, layers):
+        for candidate in CANDIDATES[limit]:
+            if isinstance(candidate, Tiling) and _suits(candidate, layer, limit, group):
+                x = layer.weight.new_zeros(limit, layer.weight.shape[1])
+                launches[candidate.kernel] = partial(layer.multiply, x, candidate)
+    if launches:
+        compile_together(list(launches.values()), layers[0].weight.device)
+
+
+def _suits(product: "Tiling | Slices", layer: TunableLinear, num_rows: int, group: TPGroup) -> bool:
+    if product.is_gated and not layer.is_gated:
+        return False
+    if product.splits > 1:
+        # With ranks only the kernel that sums over them adds up partial sums, too.
+        row_bytes = len(layer.weight) * layer.weight.itemsize
+        if not (layer.leaves_partial_sums and group.sums_in_norm(num_rows, row_bytes)):
+            return False
+    return product.fits(layer.weight)
 
 
 def _choice(
@@ -62,20 +95,13 @@ def _choice(
 def _fastest(layers: Sequence[TunableLinear], num_rows: int, group: TPGroup) -> int:
     """The index of the fastest candidate for `num_rows` rows, or `TORCH`."""
     from nanovllm.kernels.layernorm import add_rms_norm
-    from nanovllm.kernels.linear import CANDIDATES, Slices, Tiling
+    from nanovllm.kernels.linear import CANDIDATES
 
     weight, has_norm = layers[0].weight, layers[0].leaves_partial_sums
     num_outputs, size = weight.shape
     generator = torch.Generator(weight.device).manual_seed(0)  # the default one is the user's
     x = weight.new_empty(num_rows, size).normal_(generator=generator)
     norm_weight, residual = weight.new_ones(num_outputs), weight.new_zeros(num_rows, num_outputs)
-    # With ranks only the kernel that sums over them adds up partial sums, too.
-    can_split = has_norm and group.sums_in_norm(num_rows, num_outputs * weight.itemsize)
-
-    def suits(product: Tiling | Slices) -> bool:
-        if (product.is_gated and not layers[0].is_gated) or (product.splits > 1 and not can_split):
-            return False
-        return product.fits(weight)
 
     def run(product: Product | None) -> None:
         for layer in layers:
@@ -84,7 +110,7 @@ def _fastest(layers: Sequence[TunableLinear], num_rows: int, group: TPGroup) -> 
                 add_rms_norm(out, residual, norm_weight, 1.0)
 
     products = CANDIDATES[num_rows]
-    suiting = [index for index, product in enumerate(products) if suits(product)]
+    suiting = [i for i, p in enumerate(products) if _suits(p, layers[0], num_rows, group)]
     runs = [partial(run, None), *(partial(run, products[index]) for index in suiting)]
     torch_time, *times = _graph_times(runs, weight.device)
     time, best = min(zip(times, suiting, strict=True), default=(torch_time, TORCH))

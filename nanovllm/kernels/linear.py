@@ -7,7 +7,7 @@ contiguous, by weight [n, size] -> [t, n]; with `splits` partial sums of that, f
 if `is_gated`, SiLU(gate) * up of that, [t, n / 2].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -75,6 +75,11 @@ class Tiling:
     warps: int
     splits: int = 1
     is_gated: bool = False
+
+    @property
+    def kernel(self) -> "Tiling":
+        """One of those that need the same compiled: any number of splits from two on does."""
+        return replace(self, splits=min(self.splits, 2))
 
     def fits(self, weight: torch.Tensor) -> bool:
         """Whether it divides the weight, and `stages` of its tiles fit into shared memory."""
