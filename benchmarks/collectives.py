@@ -23,7 +23,7 @@ from nanovllm.kernels.layernorm import add_rms_norm
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.peer_memory import PeerMemory
 
-ROWS = (1, 4, 16, 64, 128, 256, 512, 1024)
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 SIZES = (1024, 2560)
 CALLS, REPLAYS, WARM_UP = 72, 30, 5
 EPS = 1e-6

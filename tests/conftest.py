@@ -47,4 +47,4 @@ def ragged_prompts() -> list[list[int]]:
 @pytest.fixture
 def no_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs without NVLink: if rank 0 cannot, none does. NCCL is in the graphs then."""
-    monkeypatch.setattr(peer_memory, "_can_signal", lambda *_: False)
+    monkeypatch.setattr(peer_memory, "_has_direct_links", lambda *_: False)

@@ -11,7 +11,7 @@ from torch import multiprocessing
 
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.peer_memory import MIN_ROWS, ONE_SHOT_BYTES, PeerMemory
+from nanovllm.utils.peer_memory import EMPTY_WORD, MIN_ROWS, ONE_SHOT_BYTES, PeerMemory
 
 pytest.importorskip("triton")
 from nanovllm.kernels.all_reduce import all_gather, all_reduce_add_rms_norm
@@ -19,12 +19,15 @@ from nanovllm.kernels.all_reduce import all_gather, all_reduce_add_rms_norm
 EPS = 1e-6
 NUM_ROWS, ROW_BYTES = 6, 1024
 CPU = torch.device("cpu")
+EMPTY = torch.tensor([EMPTY_WORD - 2**32], dtype=torch.int32)
 
 
 def part(rank: int, call: int, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes to a call; any process can say."""
+    """What a rank contributes to a call; any process can say. Some of it looks empty."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
-    return torch.randn(rows, size, generator=generator).to(dtype)
+    x = torch.randn(rows, size, generator=generator).to(dtype)
+    x[:, ::7] = EMPTY.view(dtype)[0]
+    return x
 
 
 def expected_norm(
@@ -42,17 +45,20 @@ def expected_norm(
 def check_call(peers: PeerMemory, device: torch.device, call: int, dtype: torch.dtype) -> None:
     """A call with a shape of its own, of which all ranks must know the same."""
     rng = random.Random(call)
-    rows, size = rng.randint(1, NUM_ROWS), rng.choice([64, 100, 256])
+    is_gather = call % 4 == 3
+    # Words are gathered as halves; of sums a program makes several.
+    rows = rng.randint(1, NUM_ROWS // 2 if is_gather else 3 * peers.num_rows)
+    size = rng.choice([64, 100, 256])
     parts = [part(rank, call, rows, size, dtype) for rank in range(peers.size)]
     x = parts[peers.rank].to(device, copy=True)
-    if call % 4 == 3:
-        words = x.view(torch.int32) if x.shape[1] % 2 == 0 else x.int()
-        gathered = all_gather(words, peers)
-        assert torch.equal(gathered.view(dtype).cpu(), torch.stack(parts))
+    if is_gather:
+        gathered = all_gather(x.view(torch.int32), peers)
+        assert torch.equal(gathered.cpu(), torch.stack(parts).view(torch.int32))
         return
     weight = 1 + part(0, -call, 1, size, dtype)[0]
     residual = part(0, -call, rows, size, dtype) if call % 4 else None
     given = None if residual is None else residual.to(device, copy=True)
+    parts = [p.where(p.abs() > 1e-30, 0) for p in parts]  # what looks empty counts as 0
     expected = expected_norm(parts, residual, weight)
     if call % 4 == 2:  # a rank's own part comes in parts, too
         x = torch.stack((x.float() * 0.25, x.float() * 0.75))
@@ -69,7 +75,7 @@ def on_cpu(rank: int, memory: list[torch.Tensor]) -> None:
         NUM_ROWS,
         ROW_BYTES,
         addresses=torch.tensor([m.data_ptr() for m in memory]),
-        sequence=torch.zeros(NUM_ROWS, dtype=torch.int64),
+        calls=torch.zeros(NUM_ROWS, dtype=torch.int64),
         is_aborted=torch.zeros(1, dtype=torch.int32),
     )
     for call in range(40):
@@ -144,8 +150,8 @@ def run_ranks(target: Callable[..., None], size: int, *args: Any) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted")
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_on_the_cpu(size: int) -> None:
-    num_bytes = 8 * size * NUM_ROWS + 16 + 2 * size * NUM_ROWS * ROW_BYTES
-    memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    num_words = 2 * size * NUM_ROWS * ROW_BYTES // 4
+    memory = [EMPTY.repeat(num_words).share_memory_() for _ in range(size)]
     run_ranks(on_cpu, size, memory)
 
 
@@ -161,4 +167,9 @@ def test_what_it_holds() -> None:
     assert not peers.holds(513, 64)
     assert not peers.holds(1, 8200)
     assert peers.holds(512, 8192) == (ONE_SHOT_BYTES >= 512 * 8192)
-    assert not PeerMemory(0, 8, 512, 8192, none, none, none).holds(512, 8192)
+    assert peers.suits_sum(100_000, 8192)
+    assert not peers.suits_sum(1, 8200)
+    eight = PeerMemory(0, 8, 512, 8192, none, none, none)
+    assert not eight.holds(512, 8192)
+    assert not eight.suits_sum(512, 8192)
+    assert eight.suits_sum(16, 8192)

@@ -95,7 +95,7 @@ def test_peer_memory_is_there_on_all_ranks_or_none(refused: str, own: local) -> 
         peers = connect_peers(rank, 2, CPU, (100, 4000), all_gather)
         if peers is not None:
             assert peers.addresses.tolist() == [0x1000, 0x2000][:: 1 if rank == 0 else -1]
-            assert (peers.num_rows, peers.row_bytes, peers.rows_offset) == (100, 4000, 1600)
+            assert (peers.num_rows, peers.row_bytes) == (100, 4000)
             for _ in range(2):
                 peers.close()
         return peers
@@ -133,7 +133,7 @@ def test_peer_memory_has_no_more_rows_than_it_lets_through(
     own.driver = driver = Driver()
     peers = connect_peers(0, size, CPU, shape, lambda x: torch.stack([x] * size))
     assert peers is not None
-    assert peers.num_rows == len(peers.sequence) == num_rows
-    assert driver.num_bytes == peers.rows_offset + 2 * size * num_rows * peers.row_bytes
+    assert peers.num_rows == len(peers.calls) == num_rows
+    assert driver.num_bytes == 2 * size * num_rows * peers.row_bytes
     assert peers.holds(num_rows, peers.row_bytes)
     assert not peers.holds(num_rows + 1, peers.row_bytes)

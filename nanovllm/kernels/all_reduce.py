@@ -8,24 +8,24 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.exchange import arguments, at, meet, slot
+from nanovllm.kernels.exchange import arguments, receive, sendable, settle, slot
 from nanovllm.kernels.layernorm import load_sum, normalised
 
 GATHER_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _all_reduce_add_rms_norm_kernel(
     x_ptr,  # [PARTS, num_rows, size]
     residual_ptr,  # [num_rows, size]; x_ptr if there is none
     weight_ptr,
     out_ptr,
     addresses_ptr,
-    sequence_ptr,
+    calls_ptr,
     is_aborted_ptr,
-    rows_offset,
     slot_bytes,
     row_bytes,
+    num_rows,
     size,
     eps,
     PARTS: tl.constexpr,
@@ -37,32 +37,42 @@ def _all_reduce_add_rms_norm_kernel(
     BLOCK: tl.constexpr,
 ):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
-    sequence = tl.load(sequence_ptr + row) + 1
-    own_part = load_sum(x_ptr, size, cols, mask, dtype, PARTS)
-    offset = slot(sequence, RANK, row, rows_offset, slot_bytes, row_bytes, SIZE)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            tl.store(at(addresses_ptr, peer, offset, out_ptr) + cols, own_part, mask=mask)
+    call = tl.load(calls_ptr + program)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0).to(tl.float32)
-    meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, THREADS, CAN_PAUSE)
-    total = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
-        if rank == RANK:
-            total += own_part.to(tl.float32)
-        else:
-            offset = slot(sequence, rank, row, rows_offset, slot_bytes, row_bytes, SIZE)
-            part_ptr = at(addresses_ptr, RANK, offset, out_ptr) + cols
-            total += tl.load(part_ptr, mask=mask, other=0.0).to(tl.float32)
-    x = total.to(dtype)
-    if HAS_RESIDUAL:
-        x = (x.to(tl.float32) + residual).to(dtype)
-    tl.store(residual_ptr + row * size + cols, x, mask=mask)
-    tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
+    for row in range(program, num_rows, tl.num_programs(0)):
+        call += 1
+        own_part = sendable(load_sum(x_ptr, row, num_rows, size, cols, mask, dtype, PARTS))
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                part_ptr = slot(
+                    addresses_ptr, peer, call, RANK, program, slot_bytes, row_bytes, out_ptr, SIZE
+                )
+                tl.store(part_ptr + cols, own_part, mask=mask)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
+            if rank == RANK:
+                total += own_part.to(tl.float32)
+            else:
+                part_ptr = slot(
+                    addresses_ptr, RANK, call, rank, program, slot_bytes, row_bytes, out_ptr, SIZE
+                )
+                part, call = receive(
+                    part_ptr + cols, mask, call, is_aborted_ptr, THREADS, CAN_PAUSE
+                )
+                total += part.to(tl.float32)
+        x = total.to(dtype)
+        if HAS_RESIDUAL:
+            x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(residual_ptr + row * size + cols, x, mask=mask)
+        tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
+        if row + tl.num_programs(0) < num_rows:
+            settle(calls_ptr, program, call)
+    tl.store(calls_ptr + program, call)
 
 
 def all_reduce_add_rms_norm(
@@ -71,18 +81,19 @@ def all_reduce_add_rms_norm(
     """`add_rms_norm` of the sum of all ranks' x, of which `residual` (or else x) takes the sum.
 
     x, residual [t, size]; x may come in parts, fp32 [n, t, size], with a residual.
-    peers: a `PeerMemory` that holds rows of x.
+    peers: a `PeerMemory` that holds some rows of x; a program sums those that fall to it in turn.
     """
     num_rows, size = x.shape[-2:]
     out = weight.new_empty(num_rows, size)
     block = triton.next_power_of_2(size)
     num_warps = min(max(block // 512, 1), 16)
-    _all_reduce_add_rms_norm_kernel[(num_rows,)](
+    _all_reduce_add_rms_norm_kernel[(min(num_rows, peers.num_rows),)](
         x,
         x if residual is None else residual,
         weight,
         out,
         *arguments(peers),
+        num_rows,
         size,
         eps,
         PARTS=len(x) if x.dim() == 3 else 1,
@@ -102,9 +113,8 @@ def _all_gather_kernel(
     x_ptr,  # [num_words]
     out_ptr,  # [SIZE, num_words]
     addresses_ptr,
-    sequence_ptr,
+    calls_ptr,
     is_aborted_ptr,
-    rows_offset,
     slot_bytes,
     row_bytes,
     num_words,
@@ -116,28 +126,37 @@ def _all_gather_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    words = row * (row_bytes // 4) + cols
-    mask = (cols < row_bytes // 4) & (words < num_words)
-    sequence = tl.load(sequence_ptr + row) + 1
+    words = row * (row_bytes // 8) + cols
+    mask = (cols < row_bytes // 8) & (words < num_words)
+    call = tl.load(calls_ptr + row) + 1
     own_part = tl.load(x_ptr + words, mask=mask)
-    offset = slot(sequence, RANK, row, rows_offset, slot_bytes, row_bytes, SIZE)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            tl.store(at(addresses_ptr, peer, offset, out_ptr) + cols, own_part, mask=mask)
-    meet(addresses_ptr, sequence_ptr, is_aborted_ptr, row, sequence, RANK, SIZE, THREADS, CAN_PAUSE)
+            part_ptr = slot(
+                addresses_ptr, peer, call, RANK, row, slot_bytes, row_bytes, out_ptr, SIZE
+            )
+            tl.store(part_ptr + 2 * cols, own_part & 0xFFFF, mask=mask)
+            tl.store(part_ptr + 2 * cols + 1, own_part >> 16 & 0xFFFF, mask=mask)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            tl.store(out_ptr + rank * num_words + words, own_part, mask=mask)
+            part = own_part
         else:
-            offset = slot(sequence, rank, row, rows_offset, slot_bytes, row_bytes, SIZE)
-            part = tl.load(at(addresses_ptr, RANK, offset, out_ptr) + cols, mask=mask)
-            tl.store(out_ptr + rank * num_words + words, part, mask=mask)
+            part_ptr = slot(
+                addresses_ptr, RANK, call, rank, row, slot_bytes, row_bytes, out_ptr, SIZE
+            )
+            part_ptr += 2 * cols
+            low, call = receive(part_ptr, mask, call, is_aborted_ptr, THREADS, CAN_PAUSE)
+            high, call = receive(part_ptr + 1, mask, call, is_aborted_ptr, THREADS, CAN_PAUSE)
+            part = high << 16 | low
+        tl.store(out_ptr + rank * num_words + words, part, mask=mask)
+    tl.store(calls_ptr + row, call)
 
 
 def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
-    """int32 [...] of each rank -> [ranks, ...]; peers: a `PeerMemory` that holds x."""
+    """int32 [...] of each rank -> [ranks, ...]; peers: a `PeerMemory` that holds twice x: words are
+    sent as halves, of which none looks empty."""
     out = x.new_empty(peers.size, *x.shape)
-    words_per_row = peers.row_bytes // 4
+    words_per_row = peers.row_bytes // 8
     _all_gather_kernel[(triton.cdiv(x.numel(), words_per_row),)](
         x,
         out,

@@ -16,12 +16,12 @@ def normalised(x, weight, size, eps):
 
 
 @triton.jit
-def load_sum(x_ptr, size, cols, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of this program's row over x's parts, [PARTS, programs, size], in `dtype`."""
-    row_ptr = x_ptr + tl.program_id(0).to(tl.int64) * size + cols
+def load_sum(x_ptr, row, num_rows, size, cols, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of a row over x's parts, [PARTS, num_rows, size], in `dtype`."""
+    row_ptr = x_ptr + row * size + cols
     total = tl.load(row_ptr, mask=mask, other=0.0)
     for _ in tl.static_range(1, PARTS):
-        row_ptr += tl.num_programs(0).to(tl.int64) * size
+        row_ptr += num_rows.to(tl.int64) * size
         total += tl.load(row_ptr, mask=mask, other=0.0)
     return total.to(dtype)
 
@@ -41,7 +41,8 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
-    x = load_sum(x_ptr, size, cols, mask, out_ptr.dtype.element_ty, PARTS)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    x = load_sum(x_ptr, row, tl.num_programs(0), size, cols, mask, dtype, PARTS)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)

@@ -126,7 +126,7 @@ class Sampler(nn.Module):
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """int32 [...] of each rank -> [size, ...]"""
         peers = self.group.peers
-        if peers is not None and peers.holds(-(-x.nbytes // peers.row_bytes), peers.row_bytes):
+        if peers is not None and peers.holds(-(-2 * x.nbytes // peers.row_bytes), peers.row_bytes):
             from nanovllm.kernels import all_reduce
 
             return all_reduce.all_gather(x, peers)

@@ -66,7 +66,9 @@ class TPGroup:
 
     def sums_in_norm(self, num_rows: int, row_bytes: int) -> bool:
         """Whether a norm of so many rows can sum what it gets, over the ranks and over parts."""
-        return self.size == 1 or (self.peers is not None and self.peers.holds(num_rows, row_bytes))
+        if self.size == 1:
+            return True
+        return self.peers is not None and self.peers.suits_sum(num_rows, row_bytes)
 
     @property
     def gpu_bytes(self) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-ONE_SHOT_BYTES = 4 * 2**20  # written to peers; beyond it NCCL's rings are faster
+ONE_SHOT_BYTES = 4 * 2**20  # written to several peers; beyond it NCCL's rings are faster
+EMPTY_WORD = 0x80008000  # what memory is full of where nobody has written
 ALIGNMENT = 16  # bytes: rows are copied in vectors
 MIN_ROW_BYTES = 1024
 MIN_ROWS = 64
@@ -23,13 +24,11 @@ _NATIVE_ATOMIC_SUPPORTED = 3
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Rows that the ranks exchange, each of them with flags that say how often it was written.
-
-    Per rank, at its address: flags, int64 [num_rows, size], then rows, [2, size, num_rows,
-    row_bytes]; of `size` entries each is written by one rank.
+    """Rows that the ranks exchange: [2, size, num_rows, row_bytes] at each rank's address, of which
+    each of `size` entries is written by one rank.
 
     addresses: int64 [size] on the device, as this process sees them.
-    sequence: int64 [num_rows] on the device, how often this rank has written each row.
+    calls: int64 [num_rows] on the device, how often this rank has exchanged each row.
     is_aborted: int32 [1] in pinned memory, not 0: nobody waits any more, results are arbitrary.
     """
 
@@ -38,18 +37,19 @@ class PeerMemory:
     num_rows: int
     row_bytes: int
     addresses: torch.Tensor
-    sequence: torch.Tensor
+    calls: torch.Tensor
     is_aborted: torch.Tensor
     memory: "SharedMemory | None" = None  # at the addresses
-
-    @property
-    def rows_offset(self) -> int:
-        return _rows_offset(self.size, self.num_rows)
 
     def holds(self, num_rows: int, row_bytes: int) -> bool:
         """Whether a message of that shape fits, and is small."""
         most = min(self.num_rows, _max_rows(self.size, row_bytes))
         return num_rows <= most and row_bytes <= self.row_bytes
+
+    def suits_sum(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether rows are best summed here, however few it holds at a time: between two ranks
+        NCCL sends as much."""
+        return self.holds(1 if self.size == 2 else num_rows, row_bytes)
 
     def abort(self) -> None:
         self.is_aborted.fill_(1)
@@ -68,16 +68,15 @@ def connect_peers(
     all_gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> PeerMemory | None:
     """Memory for `shape` (rows, bytes of a row) on every rank, or for as many rows as are a small
-    message; None on every rank if some GPUs cannot share theirs with signals in it (as those
-    without NVLink).
+    message; None on every rank if some GPUs cannot share theirs (as those without NVLink).
 
     all_gather: of CPU tensors, [...] -> [size, ...].
     """
     row_bytes = -(-max(shape[1], MIN_ROW_BYTES) // ALIGNMENT) * ALIGNMENT
     num_rows = min(max(shape[0], MIN_ROWS), _max_rows(size, row_bytes))
-    num_bytes = _rows_offset(size, num_rows) + 2 * size * num_rows * row_bytes
+    num_bytes = 2 * size * num_rows * row_bytes
     try:
-        shared = SharedMemory(rank, size, num_bytes) if _can_signal(rank, size) else None
+        shared = SharedMemory(rank, size, num_bytes) if _has_direct_links(rank, size) else None
     except OSError:
         shared = None
     with ExitStack() as undo:
@@ -100,7 +99,7 @@ def connect_peers(
             num_rows=num_rows,
             row_bytes=row_bytes,
             addresses=torch.tensor(shared.addresses, dtype=torch.int64, device=device),
-            sequence=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            calls=torch.zeros(num_rows, dtype=torch.int64, device=device),
             is_aborted=torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True),
             memory=shared,
         )
@@ -113,12 +112,8 @@ def _max_rows(size: int, row_bytes: int) -> int:
     return ONE_SHOT_BYTES // ((size - 1) * row_bytes)
 
 
-def _rows_offset(size: int, num_rows: int) -> int:
-    return -(-8 * size * num_rows // ALIGNMENT) * ALIGNMENT
-
-
-def _can_signal(rank: int, size: int) -> bool:
-    """Whether this GPU's atomic operations work in the memory of all others."""
+def _has_direct_links(rank: int, size: int) -> bool:
+    """Whether this GPU has NVLink, or as good, to all others: atomic operations work across it."""
     value = ctypes.c_int()
     for peer in range(size):
         if peer != rank:
@@ -135,7 +130,7 @@ class _Handle(ctypes.Structure):
 
 
 class SharedMemory:
-    """Zeroed memory on the current device, and the other ranks' once `open` has been called.
+    """Empty memory on the current device, and the other ranks' once `open` has been called.
 
     `OSError` if the driver refuses.
     """
@@ -149,7 +144,12 @@ class SharedMemory:
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self.addresses[rank] = address.value
         try:
-            _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+            _call(
+                "cuMemsetD32_v2",
+                address,
+                ctypes.c_uint(EMPTY_WORD),
+                ctypes.c_size_t(num_bytes // 4),
+            )
             _call("cuCtxSynchronize")
             _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         except OSError:
