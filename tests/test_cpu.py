@@ -3,13 +3,16 @@ weights in oneDNN's layout, and the benchmark beside Hugging Face."""
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import cpu
+from nanovllm.layers import linear as linear_module
 from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend
 from nanovllm.layers.linear import linear, reordered
 from nanovllm.utils.context import Context
@@ -49,17 +52,34 @@ def test_decode_attention_equals_the_formula(num_seqs: int, block_size: int) -> 
     torch.testing.assert_close(out, -expected)
 
 
+@pytest.mark.parametrize("can_multiply", [True, False], ids=["as it is", "no half precision"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_reordered_weights_give_the_same_product(dtype: torch.dtype) -> None:
+def test_reordered_weights_give_the_same_product(
+    dtype: torch.dtype, can_multiply: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_multiply:
+        monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: dtype == torch.float32)
     torch.manual_seed(0)
     dense = nn.Parameter(torch.randn(72, 40, dtype=dtype), requires_grad=False)
     weight = reordered(dense)
     assert weight.shape == dense.shape
-    assert torch.equal(weight.to_dense(), dense)
+    if not can_multiply and weight.is_mkldnn:
+        assert weight.dtype == torch.float32
+    assert torch.equal(weight.to_dense().to(dtype), dense)
     bias, x = torch.randn(72, dtype=dtype), torch.randn(9, 40, dtype=dtype)
     for rows in (1, 3, 9):
         expected = F.linear(x[:rows].double(), dense.double(), bias.double())
         torch.testing.assert_close(linear(x[:rows], weight, bias), expected.to(dtype))
+
+
+def test_weights_stay_as_they_are_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: dtype == torch.float32)
+    memory = SimpleNamespace(available=1100, total=4000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    for size, is_kept in ((4, False), (6, True)):  # 64 bytes in fp32, 144
+        weight = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16), requires_grad=False)
+        if linear_module._has_onednn():
+            assert (reordered(weight) is weight) == is_kept
 
 
 def test_benchmark_prints_both_rates_and_their_ratio(

@@ -8,6 +8,7 @@ features].
 import platform
 from typing import ClassVar, Protocol
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +16,8 @@ from torch import nn
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
+
+KEPT_MEMORY = 0.25  # of a machine's, for others and the K/V pool
 
 
 class Product(Protocol):
@@ -34,25 +37,41 @@ Products = tuple[tuple[int, Product | None], ...]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T (+ bias); the weight may be reordered."""
-    if weight.is_mkldnn:
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        out: torch.Tensor = multiply(x, weight, bias, "none", [], "")
-        return out
-    return F.linear(x, weight, bias)
+    """x W^T (+ bias), as x; the weight may be `reordered`."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    dtype = weight.dtype
+    bias = None if bias is None else bias.to(dtype)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    out: torch.Tensor = multiply(x.to(dtype), weight, bias, "none", [], "")
+    return out.to(x.dtype)
 
 
 def reordered(weight: nn.Parameter) -> nn.Parameter:
     """A copy in oneDNN's own layout, in which CPUs multiply small batches about twice as fast;
-    the weight itself where there is none for its device and dtype. `to_dense()` undoes it."""
-    if weight.device.type != "cpu" or not _can_reorder(weight.dtype):
+    `to_dense()` undoes it. In fp32 where a CPU lacks instructions for half precision, which makes
+    the product several times as fast, if there is memory to spare. Else the weight itself."""
+    if weight.device.type != "cpu" or not _has_onednn():
         return weight
-    return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weight), requires_grad=False)
+    data: torch.Tensor = weight
+    if not _can_multiply(weight.dtype):
+        if not _has_memory_for(4 * weight.numel()):
+            return weight
+        data = weight.float()
+    return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(data), requires_grad=False)
 
 
-def _can_reorder(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
-        return False
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+
+
+def _has_memory_for(num_bytes: int) -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available - num_bytes > KEPT_MEMORY * memory.total)
+
+
+def _can_multiply(dtype: torch.dtype) -> bool:
+    """Whether oneDNN can on this CPU, in this dtype."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
