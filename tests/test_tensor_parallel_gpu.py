@@ -23,7 +23,7 @@ from tests.test_tensor_parallel import (
 
 pytestmark = pytest.mark.gpu2
 
-LONG = [[token % 500 for token in range(i, i + 900)] for i in range(8)]  # prefilled by way of NCCL
+LONG = [[token % 500 for token in range(i, i + 900)] for i in range(8)]  # more than small messages
 
 
 def make_llm(checkpoint: Path, size: int, **config: Any) -> LLM:
