@@ -4,8 +4,9 @@ norm's kernel, or both in one kernel through peer memory.
 Run: python -m benchmarks.collectives --ranks 2
 
 Microseconds per call of a CUDA graph of 72 calls one after another, median of several replays, on
-rank 0. Each way's results are compared first. `ONE_SHOT_BYTES` of utils/peer_memory.py should be
-where the last column passes the one before it.
+rank 0. Each way's results are compared first. With three ranks or more `ONE_SHOT_BYTES` of
+utils/peer_memory.py should be where the last column passes the one before it; with two it never
+should.
 """
 
 import argparse

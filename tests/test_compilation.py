@@ -1,14 +1,53 @@
-"""On a GPU all kernels are compiled by the time that an engine has been made."""
+"""All kernels are compiled by the time that an engine has been made, some of them side by side."""
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Barrier
 
 import pytest
+import torch
 
+from nanovllm.engine.compilation import attention_launches, compile_together
+from nanovllm.layers.attention import Attention
 from tests.checkpoints import make_checkpoint
+from tests.kernel_cases import DEVICE
 
-pytestmark = pytest.mark.gpu
+CPU = torch.device("cpu")
+
+
+def test_launches_are_made_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the runner's")
+    streams: list[str] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: streams.append(s) or nullcontext())
+    barrier = Barrier(3)
+
+    def launch() -> None:
+        assert torch.is_inference_mode_enabled()
+        barrier.wait(10)
+
+    def fail() -> None:
+        launch()
+        raise RuntimeError("out of registers")
+
+    compile_together([launch] * 3, CPU)
+    assert streams == ["the runner's"] * 3
+    with pytest.raises(RuntimeError, match="out of registers"):
+        compile_together([launch, fail, launch], CPU)
+
+
+def test_attention_is_launched_with_empty_contexts() -> None:
+    pytest.importorskip("triton")
+    from nanovllm.layers.attention_backends.triton import TritonBackend
+
+    attention = Attention(num_heads=4, num_kv_heads=2, head_dim=64)
+    caches = torch.full((2, 3, 16, 2, 64), float("nan"), device=DEVICE)
+    attention.bind(TritonBackend(), *caches)
+    outs = [launch() for launch in attention_launches(attention, [1, 5])]
+    for out, size in zip(outs, (1, 5), strict=True):
+        assert torch.equal(out, torch.zeros(size, 4, 64, device=DEVICE))
+
 
 COUNT_COMPILATIONS = """
 import random, sys
@@ -36,6 +75,7 @@ sys.exit("\\n".join(compiled) or 0)
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("mode", "heads", "kv_heads", "head_dim"),
     [

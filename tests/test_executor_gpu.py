@@ -57,7 +57,7 @@ import atexit, sys, time
 atexit.register(lambda: print(time.monotonic() - start))  # runs after what is registered later
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils import peer_memory
-peer_memory._can_signal = lambda *_: False
+peer_memory._has_direct_links = lambda *_: False
 sizes = {"max_model_len": 64, "num_kvcache_blocks": 64, "max_num_seqs": 16}
 llm = LLM(sys.argv[1], device="cuda", tensor_parallel_size=2, **sizes)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8), use_tqdm=False)
