@@ -50,17 +50,23 @@ def test_attention_is_launched_with_empty_contexts() -> None:
 
 
 COUNT_COMPILATIONS = """
-import random, sys
+import random, sys, threading
 from triton import knobs
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import tuning
 
 tuning.MARGIN = 1e9  # one of our own products, however slow
 compiled = []
-knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+threads = set()
+
+def note(repr, **kwargs):
+    compiled.append(repr)
+    threads.add(threading.current_thread())
+
+knobs.runtime.jit_post_compile_hook = note
 sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 700, "max_model_len": 600}
 llm = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=sys.argv[2] == "eager", **sizes)
-assert compiled, "the hook is called"
+assert len(threads) > 2, "some side by side"
 compiled.clear()
 rng = random.Random(0)
 prompts = [[rng.randrange(500) for _ in range(rng.randint(1, 520))] for _ in range(70)]

@@ -1,5 +1,5 @@
 """What the CPU path does apart from the kernels' torch counterparts: batched decode attention,
-weights in oneDNN's layout, and the benchmark beside Hugging Face."""
+weights in oneDNN's layout, memory, and the benchmark beside Hugging Face."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,9 @@ from benchmarks import cpu
 from nanovllm.layers import linear as linear_module
 from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend
 from nanovllm.layers.linear import linear, reordered
+from nanovllm.utils import host_memory as host_memory_module
 from nanovllm.utils.context import Context
+from nanovllm.utils.host_memory import HostMemory, host_memory
 
 NUM_KV_HEADS, GROUP, HEAD_DIM, SCALE = 2, 3, 8, 0.3
 
@@ -72,14 +74,30 @@ def test_reordered_weights_give_the_same_product(
         torch.testing.assert_close(linear(x[:rows], weight, bias), expected.to(dtype))
 
 
+@pytest.mark.skipif(not linear_module._has_onednn(), reason="weights stay as they are")
 def test_weights_stay_as_they_are_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: dtype == torch.float32)
-    memory = SimpleNamespace(available=1100, total=4000)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    for size, is_kept in ((4, False), (6, True)):  # 64 bytes in fp32, 144
+    monkeypatch.setattr(linear_module, "host_memory", lambda: HostMemory(1200, 4000))
+    for size, is_kept in ((4, False), (6, True)):  # 128 bytes for two in fp32, 288
         weight = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16), requires_grad=False)
-        if linear_module._has_onednn():
-            assert (reordered(weight) is weight) == is_kept
+        assert (reordered(weight) is weight) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("max", (9000, 10_000)), ("5000", (1700, 5000)), ("20000", (9000, 10_000)), ("1", (0, 1))],
+)
+def test_host_memory_is_that_of_the_container(
+    limit: str, expected: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SimpleNamespace(available=9000, total=10_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(host_memory_module, "CGROUP", tmp_path)
+    assert host_memory() == HostMemory(9000, 10_000), "there is no cgroup"
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 700\n")
+    assert host_memory() == HostMemory(*expected)
 
 
 def test_benchmark_prints_both_rates_and_their_ratio(

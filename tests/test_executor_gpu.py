@@ -115,8 +115,13 @@ def test_worker_killed_in_decode_and_a_new_engine(
         assert ids(another, ragged_prompts) == expected
 
 
-def test_worker_killed_in_prefill(tiny_qwen3: Path) -> None:
-    """Rank 0 is about to launch it, and waits in NCCL then."""
+@pytest.mark.parametrize("has_peer_memory", [True, False], ids=["peer memory", "NCCL"])
+def test_worker_killed_in_prefill(
+    has_peer_memory: bool, tiny_qwen3: Path, request: pytest.FixtureRequest
+) -> None:
+    """Rank 0 is about to launch it, and waits in a sum then."""
+    if not has_peer_memory:
+        request.getfixturevalue("no_peer_memory")
     before = free_bytes()
     llm = make_llm(tiny_qwen3, 2)
     pid = parts(llm)[1][0].process.pid

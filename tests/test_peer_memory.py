@@ -92,10 +92,10 @@ def test_peer_memory_is_there_on_all_ranks_or_none(refused: str, own: local) -> 
             barrier.wait(5)
             return out
 
-        peers = connect_peers(rank, 2, CPU, (100, 4000), all_gather)
+        peers = connect_peers(rank, 2, CPU, (600, 4000), all_gather)
         if peers is not None:
             assert peers.addresses.tolist() == [0x1000, 0x2000][:: 1 if rank == 0 else -1]
-            assert (peers.num_rows, peers.row_bytes) == (100, 4000)
+            assert (peers.num_rows, peers.row_bytes) == (600, 4000)
             for _ in range(2):
                 peers.close()
         return peers

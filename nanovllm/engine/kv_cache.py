@@ -2,10 +2,10 @@
 
 import logging
 
-import psutil
 import torch
 
 from nanovllm.config import Config
+from nanovllm.utils.host_memory import host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _pool_too_small(
 
 
 def cpu_pool_bytes() -> int:
-    return int(psutil.virtual_memory().available * CPU_MEMORY_SHARE)
+    return int(host_memory().available * CPU_MEMORY_SHARE)
 
 
 def cuda_pool_bytes(config: Config, free_at_start: int, working_bytes: int) -> int:

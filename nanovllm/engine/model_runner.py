@@ -138,8 +138,7 @@ class ModelRunner:
         if self.backend.name == "torch":
             sizes = []  # it reads lengths on the host
         self._bind_pool(1)
-        launches = attention_launches(self._attention[0], self._decode_sizes())
-        compile_together(launches, self.device)
+        compile_together(attention_launches(self._attention[0], self._decode_sizes()), self.device)
         if sizes:
             tune_linears(self.model, sizes[-1], self.group)
         working_bytes = self._activation_bytes() + self._graph_bytes(sizes)

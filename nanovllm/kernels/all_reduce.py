@@ -1,5 +1,5 @@
-"""Small messages between the GPUs of one host, in one kernel each, that a CUDA graph can hold: the
-sum of hidden states with the norm that follows, and a gather. How ranks meet: kernels/exchange.py.
+"""Messages between the GPUs of one host, in one kernel each, that a CUDA graph can hold: the sum of
+hidden states with the norm that follows, and a gather. How ranks meet: kernels/exchange.py.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ def _all_reduce_add_rms_norm_kernel(
         tl.store(residual_ptr + row * size + cols, x, mask=mask)
         tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
         if row + tl.num_programs(0) < num_rows:
-            settle(calls_ptr, program, call)
+            settle(calls_ptr + program, call)
     tl.store(calls_ptr + program, call)
 
 
@@ -84,8 +84,9 @@ def all_reduce_add_rms_norm(
     peers: a `PeerMemory` that holds some rows of x; a program sums those that fall to it in turn.
     """
     num_rows, size = x.shape[-2:]
+    assert size * weight.element_size() <= peers.row_bytes
     out = weight.new_empty(num_rows, size)
-    block = triton.next_power_of_2(size)
+    block = max(triton.next_power_of_2(size), 32)
     num_warps = min(max(block // 512, 1), 16)
     _all_reduce_add_rms_norm_kernel[(min(num_rows, peers.num_rows),)](
         x,
@@ -157,7 +158,9 @@ def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
     sent as halves, of which none looks empty."""
     out = x.new_empty(peers.size, *x.shape)
     words_per_row = peers.row_bytes // 8
-    _all_gather_kernel[(triton.cdiv(x.numel(), words_per_row),)](
+    num_rows = triton.cdiv(x.numel(), words_per_row)
+    assert num_rows <= peers.num_rows
+    _all_gather_kernel[(num_rows,)](
         x,
         out,
         *arguments(peers),
@@ -166,7 +169,7 @@ def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
         SIZE=peers.size,
         THREADS=32 * GATHER_WARPS,
         CAN_PAUSE=x.is_cuda,
-        BLOCK=triton.next_power_of_2(words_per_row),
+        BLOCK=max(triton.next_power_of_2(words_per_row), 32 * GATHER_WARPS),
         num_warps=GATHER_WARPS,
     )
     return out

@@ -1,9 +1,11 @@
 """How programs of a kernel exchange rows with those of the same kernel on other ranks.
 
 One-shot: every rank writes its part into the memory of each peer (utils/peer_memory.py), and waits
-for theirs in its own. The data are their own signal: memory is `EMPTY` until they come, and who has
-read them empties it again. So a wait is as long as one way, as in NCCL's protocol LL, whose flags
-lie between the data. Program i of a kernel deals with row i of that memory alone.
+for theirs in its own. The data are their own signal: memory is empty, which is a value too, until
+they come, and who has read them empties it again. So a wait is as long as one way, as in NCCL's
+protocol LL, whose flags lie between the data. Program i of a kernel deals with row i of that memory
+alone. It has at least as many columns as threads: of a value that two of them hold, one might see
+what the other does not yet.
 
 Why nothing is overwritten that is still to be read or emptied: a row has two slots, used in turns.
 A rank writes into a peer's slot in its call s + 2 on that row, so once it has what the peer sent in
@@ -20,15 +22,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from nanovllm.utils.peer_memory import EMPTY_WORD
-
 # Between looks at host memory. Should all programs look at once it takes long, and the peers wait
 # meanwhile: not so long that they look too, which would make this rank wait, and so on.
 POLLS = tl.constexpr(4096)
 EAGER_POLLS = tl.constexpr(64)  # before a wait is long, and a program polls less often
 NEVER = tl.constexpr(2**62)  # calls that wait no more are counted from here
-EMPTY_32 = tl.constexpr(EMPTY_WORD - 2**32)  # a tiny negative number as fp32
-EMPTY_16 = tl.constexpr(EMPTY_WORD % 2**16 - 2**16)  # -0.0
+EMPTY_32 = tl.constexpr(0x80008000 - 2**32)  # a tiny negative number as fp32
+EMPTY_16 = tl.constexpr(0x8000 - 2**16)  # -0.0, twice
 
 
 @triton.jit
@@ -89,6 +89,7 @@ def receive(ptr, mask, call, is_aborted_ptr, THREADS: tl.constexpr, CAN_PAUSE: t
 
     CAN_PAUSE: not under the interpreter.
     """
+    tl.debug_barrier()  # what was to be sent is on its way
     x = tl.load(ptr, mask=mask, other=0, volatile=True)
     num_empty = tl.sum(_is_empty(x).to(tl.int32), 0)
     polls = 0
@@ -107,10 +108,10 @@ def receive(ptr, mask, call, is_aborted_ptr, THREADS: tl.constexpr, CAN_PAUSE: t
 
 
 @triton.jit
-def settle(calls_ptr, row, call):
+def settle(call_ptr, call):
     """For a program that goes on to another call: what it has emptied is so for all GPUs."""
     tl.debug_barrier()  # all threads have written
-    tl.atomic_xchg(calls_ptr + row, call, sem="release", scope="sys")
+    tl.atomic_xchg(call_ptr, call, sem="release", scope="sys")
     tl.debug_barrier()  # no thread sends before
 
 

@@ -8,16 +8,16 @@ features].
 import platform
 from typing import ClassVar, Protocol
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
-KEPT_MEMORY = 0.25  # of a machine's, for others and the K/V pool
+KEPT_MEMORY = 0.25  # of the host's, for others and the K/V pool
 
 
 class Product(Protocol):
@@ -55,7 +55,7 @@ def reordered(weight: nn.Parameter) -> nn.Parameter:
         return weight
     data: torch.Tensor = weight
     if not _can_multiply(weight.dtype):
-        if not _has_memory_for(4 * weight.numel()):
+        if weight.itemsize != 2 or not _has_memory_for(8 * weight.numel()):  # twice, for a moment
             return weight
         data = weight.float()
     return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(data), requires_grad=False)
@@ -66,8 +66,8 @@ def _has_onednn() -> bool:
 
 
 def _has_memory_for(num_bytes: int) -> bool:
-    memory = psutil.virtual_memory()
-    return bool(memory.available - num_bytes > KEPT_MEMORY * memory.total)
+    memory = host_memory()
+    return memory.available - num_bytes > KEPT_MEMORY * memory.total
 
 
 def _can_multiply(dtype: torch.dtype) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-ONE_SHOT_BYTES = 4 * 2**20  # written to several peers; beyond it NCCL's rings are faster
-EMPTY_WORD = 0x80008000  # what memory is full of where nobody has written
+# Written to peers at a time, and with more than two ranks at all: NCCL's rings are faster then.
+ONE_SHOT_BYTES = 4 * 2**20
+EMPTY_WORD = 0x80008000  # what memory is full of where nobody has written; kernels know
 ALIGNMENT = 16  # bytes: rows are copied in vectors
 MIN_ROW_BYTES = 1024
-MIN_ROWS = 64
+MIN_ROWS = 512  # if they may be as many, so that as many programs can sum larger messages
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _NATIVE_ATOMIC_SUPPORTED = 3

@@ -1,0 +1,29 @@
+"""Memory of the host, or of the container (cgroup v2) that this process is confined to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own; elsewhere it sets no limit
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """In bytes."""
+
+    available: int
+    total: int
+
+
+def host_memory() -> HostMemory:
+    memory = psutil.virtual_memory()
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        reclaimable = int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no such files, or "max"
+        return HostMemory(memory.available, memory.total)
+    available = min(memory.available, max(limit - used + reclaimable, 0))
+    return HostMemory(available, min(memory.total, limit))
