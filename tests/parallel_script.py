@@ -21,7 +21,17 @@ def main(model: str, what: str, device: str) -> None:
     sizes = {"max_model_len": 128, "num_kvcache_blocks": 64, "max_num_seqs": 16}
     llm = LLM(model, device=device, tensor_parallel_size=2, **sizes)
     llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
-    print("ready", flush=True)
+    step = llm._step
+
+    def first_step() -> object:
+        print("ready", flush=True)
+        llm._step = step
+        return step()
+
+    if what == "generate":
+        llm._step = first_step  # not between two calls, where Ctrl-C is not deferred
+    else:
+        print("ready", flush=True)
     while what == "generate":
         llm.generate([[1, 2, 3]], PARAMS, use_tqdm=False)
     while what == "sleep":
