@@ -1,7 +1,7 @@
 """A user's script on two ranks, for tests that interrupt or kill it.
 
 Usage: parallel_script.py MODEL WHAT DEVICE. Prints "starting", then "ready", then does WHAT:
-`generate` or `sleep` for ever, or `fail`.
+`generate` (it is ready in the first step) or `sleep` for ever, or `fail`.
 """
 
 import sys

@@ -111,6 +111,7 @@ def on_gpu(rank: int, size: int, store_file: str) -> None:
 def check_graph(peers: PeerMemory, device: torch.device) -> None:
     """Replayed many times over changing inputs, a chain of exchanges of different shapes."""
     rows, size = MIN_ROWS, ROW_BYTES // 2
+    # Rows that are summed, and rows that are gathered.
     shapes = (rows, rows // 2), (1, 1), (5, 5), (3 * rows + 1, 7), (rows - 1, rows // 2 - 1), (2, 2)
     weight = torch.ones(size, device=device, dtype=torch.bfloat16)
     x = torch.zeros(3 * rows + 1, size, device=device, dtype=torch.bfloat16)
@@ -127,7 +128,7 @@ def check_graph(peers: PeerMemory, device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outs = chain()
-    for call in range(100):
+    for call in range(300):
         parts = [part(rank, call, len(x), size, x.dtype) for rank in range(peers.size)]
         x.copy_(parts[peers.rank])
         graph.replay()

@@ -28,7 +28,7 @@ POLLS = tl.constexpr(4096)
 EAGER_POLLS = tl.constexpr(64)  # before a wait is long, and a program polls less often
 NEVER = tl.constexpr(2**62)  # calls that wait no more are counted from here
 EMPTY_32 = tl.constexpr(0x80008000 - 2**32)  # a tiny negative number as fp32
-EMPTY_16 = tl.constexpr(0x8000 - 2**16)  # -0.0, twice
+EMPTY_16 = tl.constexpr(0x8000 - 2**16)  # half of it, -0.0
 
 
 @triton.jit
