@@ -67,8 +67,9 @@ start = time.monotonic()
 
 def test_script_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
     command = [sys.executable, "-c", ENDS_WITHOUT_EXIT, str(tiny_qwen3)]
-    script = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(f"ended within {script.stdout}s; {script.stderr}")
+    assert script.returncode == 0
     assert float(script.stdout) < 3
 
 

@@ -23,6 +23,7 @@ from nanovllm.utils.gpu_links import GPULinks
 EXIT_SECONDS = 5.0  # for a worker to end by itself, then again by force
 CAUSE_SECONDS = 5.0  # for the news of a worker's end to arrive after its connections have closed
 POLL_SECONDS = 0.05
+LAST_SECONDS = 1.0  # for a thread that has done its work
 EXIT = b""  # the message that ends a worker
 
 
@@ -67,6 +68,7 @@ class Workers:
         self._sender: Sender | None = None
         self._directory: str | None = None
         self._group: TPGroup | None = None
+        self._watcher: Thread | None = None
 
     def start(self, config: Config) -> TPGroup:
         """Spawns the workers; returns the group of all ranks."""
@@ -108,7 +110,8 @@ class Workers:
             else:
                 _abort_with_first(processes, future.result().links)
 
-        Thread(target=meet_and_watch, daemon=True).start()
+        self._watcher = Thread(target=meet_and_watch, daemon=True)
+        self._watcher.start()
         try:
             while not future.done():
                 self.check()
@@ -167,7 +170,10 @@ class Workers:
     def close_links(self) -> None:
         """Frees what joins the GPUs, which the first worker's end has aborted. Idempotent."""
         if self._group is not None and self._group.links is not None:
+            assert self._watcher is not None
             self._group.links.close()
+            # Were it to drop NCCL after the interpreter's end has begun, the process would abort.
+            self._watcher.join(LAST_SECONDS)
         self._group = None
 
     def _ask_to_exit(self) -> None:
