@@ -74,6 +74,21 @@ def test_reordered_weights_give_the_same_product(
         torch.testing.assert_close(linear(x[:rows], weight, bias), expected.to(dtype))
 
 
+@pytest.mark.parametrize(
+    ("capability", "has_bf16", "expected"),
+    [("AVX2", False, True), ("AVX512", True, True), ("AVX512", False, False)],
+)
+def test_bf16_that_onednn_only_converts_counts_as_none(
+    capability: str, has_bf16: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On AVX2 it says that it can only where there are instructions."""
+    monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16, raising=False)
+    assert linear_module._has_instructions(torch.bfloat16) == expected
+    assert linear_module._has_instructions(torch.float16)
+
+
 @pytest.mark.skipif(not linear_module._has_onednn(), reason="weights stay as they are")
 def test_weights_stay_as_they_are_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: dtype == torch.float32)

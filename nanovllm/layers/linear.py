@@ -50,14 +50,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def reordered(weight: nn.Parameter) -> nn.Parameter:
     """A copy in oneDNN's own layout, in which CPUs multiply small batches about twice as fast;
     `to_dense()` undoes it. In fp32 where a CPU lacks instructions for half precision, which makes
-    the product several times as fast, if there is memory to spare. Else the weight itself."""
+    the product several times as fast, if there is memory to spare. Else, if oneDNN cannot multiply
+    in half precision at all, the weight itself."""
+    dtype = weight.dtype
     if weight.device.type != "cpu" or not _has_onednn():
         return weight
     data: torch.Tensor = weight
-    if not _can_multiply(weight.dtype):
-        if weight.itemsize != 2 or not _has_memory_for(8 * weight.numel()):  # twice, for a moment
-            return weight
-        data = weight.float()
+    if (
+        weight.itemsize == 2
+        and not _has_instructions(dtype)
+        and _has_memory_for(8 * weight.numel())
+    ):
+        data = weight.float()  # two copies for a moment
+    elif not _can_multiply(dtype):
+        return weight
     return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(data), requires_grad=False)
 
 
@@ -77,6 +83,15 @@ def _can_multiply(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32
+
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies in this dtype, of half precision, rather than to convert to fp32,
+    as it does with bf16 on CPUs whose AVX-512 is without."""
+    has_bf16 = True
+    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)()  # torch 2.5
+    return has_bf16 and _can_multiply(dtype)
 
 
 class TunableLinear(nn.Module):
