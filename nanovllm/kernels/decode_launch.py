@@ -46,10 +46,10 @@ class Launch:
         return tile, stages, max(self.warps, min(8, num_rows * row_size // 2048))  # registers
 
 
-# By the least number of sequences times K/V heads, where that is enough for whole contexts or
-# halves of them. A multiprocessor holds few programs of big tiles and more of small ones; what pays
-# is that the last ones to start find most multiprocessors busy. Swept over bench.py's contexts, the
-# longest first.
+# By the least number of sequences times K/V heads, where that is enough for whole contexts, halves
+# or thirds of them. A multiprocessor holds few programs of big tiles and more of small ones; what
+# pays is that the last ones to start find most multiprocessors busy. Swept over bench.py's
+# contexts, the longest first.
 LAUNCHES = (
     (2040, Launch(1, 8, stages=3, warps=1)),
     (1760, Launch(1, 16, stages=2, warps=4)),
@@ -58,6 +58,7 @@ LAUNCHES = (
     (520, Launch(1, 16, stages=3, warps=4)),
     (424, Launch(2, 16, stages=2, warps=4)),
     (376, Launch(1, 16, stages=3, warps=4)),
+    (296, Launch(3, 4, stages=3, warps=1)),
 )
 
 
