@@ -1,7 +1,9 @@
-"""How many K/V blocks an engine gets."""
+"""How many K/V blocks an engine gets, and their memory."""
 
 import logging
+import math
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -87,3 +89,12 @@ def cuda_pool_bytes(config: Config, free_at_start: int, working_bytes: int) -> i
         working_bytes / GIB,
     )
     return min(share - used, free) - working_bytes
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: what attention masks out must still be finite. On the CPU memory is mapped
+    when it is first touched, as torch.zeros would not do."""
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

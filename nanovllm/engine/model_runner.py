@@ -1,21 +1,20 @@
 """One device's side of the engine: model, K/V cache and row state, and the steps on them."""
 
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.compilation import attention_launches, compile_together
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
-from nanovllm.engine.kv_cache import cpu_pool_bytes, cuda_pool_bytes, resolve_num_blocks
+from nanovllm.engine.kv_cache import cpu_pool_bytes, cuda_pool_bytes, resolve_num_blocks, zeros
 from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
 from nanovllm.engine.tuning import tune_linears
+from nanovllm.engine.warm_up import warm_up_batches
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
@@ -171,7 +170,7 @@ class ModelRunner:
             layer.num_kv_heads,
             layer.head_dim,
         )
-        pool = _zeros(shape, self.config.torch_dtype, self.device)
+        pool = zeros(shape, self.config.torch_dtype, self.device)
         for attention, k_cache, v_cache in zip(self._attention, pool[0], pool[1], strict=True):
             attention.bind(self.backend, k_cache, v_cache)
 
@@ -211,35 +210,6 @@ class ModelRunner:
             # What the steps before have left must not grow past the block tables.
             self.rows.context_lens.clamp_(max=self.config.max_model_len - 1)
             self.launch(batch).token_ids()
-
-
-def warm_up_batches(config: Config, decode_sizes: Sequence[int]) -> Iterator[ScheduledBatch]:
-    """Steps that between them need all kernels and the most memory; they touch block 0 only.
-    decode_sizes: how many rows must decode together for all kernels of decode attention."""
-    longest, budget = config.max_model_len - 1, config.max_num_batched_tokens
-    num_blocks = -(-config.max_model_len // config.kvcache_block_size)
-    init = RowInit(temperature=1.0, seed=0, block_table=[0] * num_blocks)
-    full = [longest] * (budget // longest) + [budget % longest] * (budget % longest > 0)
-    for lens in (full[: config.max_num_seqs], [1], [64], [512]):
-        chunks = [PrefillChunk(0, [0] * min(n, full[0]), is_last=True, init=init) for n in lens]
-        rows = list(range(len(lens)))
-        yield ScheduledBatch(rows, rows, chunks, growth=[], max_context_len=full[0])
-    if longest > 1:  # a chunk after a cached prefix
-        chunk = PrefillChunk(1, [0] * min(longest - 1, budget), is_last=True, init=init)
-        yield ScheduledBatch([0], [0], [chunk], growth=[], max_context_len=longest)
-    powers = {2**i for i in range(config.max_num_seqs.bit_length())}  # for those of products
-    for num_rows in sorted({*powers, *decode_sizes, config.max_num_seqs}):
-        rows = list(range(num_rows))
-        yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not empty: what attention masks out must still be finite. On the CPU memory is mapped
-    when it is first touched, as torch.zeros would not do."""
-    if device.type == "cuda":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 @contextmanager
