@@ -40,11 +40,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x W^T (+ bias), as x; the weight may be `reordered`."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
-    dtype = weight.dtype
-    bias = None if bias is None else bias.to(dtype)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    out: torch.Tensor = multiply(x.to(dtype), weight, bias, "none", [], "")
-    return out.to(x.dtype)
+    if x.dtype != weight.dtype:
+        bias = None if bias is None else bias.to(weight.dtype)
+        return linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return out
 
 
 def reordered(weight: nn.Parameter) -> nn.Parameter:
@@ -111,6 +111,8 @@ class TunableLinear(nn.Module):
         self.weight = reordered(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.products:
+            return self.multiply(x, None)
         product = next((product for limit, product in self.products if len(x) <= limit), None)
         return self.multiply(x, product)
 
