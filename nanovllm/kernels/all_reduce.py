@@ -12,6 +12,7 @@ from nanovllm.kernels.exchange import arguments, receive, sendable, settle, slot
 from nanovllm.kernels.layernorm import load_sum, normalised
 
 GATHER_WARPS = 4
+FEW_ROWS = 512  # that all run at once, with more threads for each
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -87,7 +88,7 @@ def all_reduce_add_rms_norm(
     assert size * weight.element_size() <= peers.row_bytes
     out = weight.new_empty(num_rows, size)
     block = max(triton.next_power_of_2(size), 32)
-    num_warps = min(max(block // 512, 1), 16)
+    num_warps = min(max(block // (512 if num_rows <= FEW_ROWS else 1024), 1), 16)
     _all_reduce_add_rms_norm_kernel[(min(num_rows, peers.num_rows),)](
         x,
         x if residual is None else residual,

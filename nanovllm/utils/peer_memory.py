@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-# Written to peers at a time, and with more than two ranks at all: NCCL's rings are faster then.
+# Written to peers in a message; with more than two ranks NCCL's rings are faster above that.
 ONE_SHOT_BYTES = 4 * 2**20
+PAIR_BYTES = 16 * 2**20  # written to an only peer at a time, in a sum however large
 EMPTY_WORD = 0x80008000  # what memory is full of where nobody has written; kernels know
 ALIGNMENT = 16  # bytes: rows are copied in vectors
 MIN_ROW_BYTES = 1024
-MIN_ROWS = 512  # if they may be as many, so that as many programs can sum larger messages
+MIN_ROWS = 4096  # if they may be as many, so that as many programs can sum larger messages
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _NATIVE_ATOMIC_SUPPORTED = 3
@@ -68,13 +69,14 @@ def connect_peers(
     shape: tuple[int, int],
     all_gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> PeerMemory | None:
-    """Memory for `shape` (rows, bytes of a row) on every rank, or for as many rows as are a small
-    message; None on every rank if some GPUs cannot share theirs (as those without NVLink).
+    """Memory for `shape` (rows, bytes of a row) on every rank, or for as many rows as are worth it;
+    None on every rank if some GPUs cannot share theirs (as those without NVLink).
 
     all_gather: of CPU tensors, [...] -> [size, ...].
     """
     row_bytes = -(-max(shape[1], MIN_ROW_BYTES) // ALIGNMENT) * ALIGNMENT
-    num_rows = min(max(shape[0], MIN_ROWS), _max_rows(size, row_bytes))
+    most = PAIR_BYTES // row_bytes if size == 2 else _max_rows(size, row_bytes)
+    num_rows = min(max(shape[0], MIN_ROWS), most)
     num_bytes = 2 * size * num_rows * row_bytes
     try:
         shared = SharedMemory(rank, size, num_bytes) if _has_direct_links(rank, size) else None
