@@ -12,7 +12,7 @@ from torch import multiprocessing
 
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.peer_memory import EMPTY_WORD, MIN_ROWS, ONE_SHOT_BYTES, PeerMemory
+from nanovllm.utils.peer_memory import EMPTY_WORD, ONE_SHOT_BYTES, PeerMemory
 
 pytest.importorskip("triton")
 from nanovllm.kernels.all_reduce import all_gather, all_reduce_add_rms_norm
@@ -49,7 +49,8 @@ def check_call(peers: PeerMemory, device: torch.device, call: int, dtype: torch.
     is_gather = call % 4 == 3
     # Words are gathered as halves; of sums a program makes several.
     rows = rng.randint(1, NUM_ROWS // 2 if is_gather else 3 * peers.num_rows)
-    size = rng.choice([64, 100, 256])
+    itemsize = dtype.itemsize
+    size = rng.choice([s for s in (64, 100, 256, 2000) if s * itemsize <= peers.row_bytes])
     parts = [part(rank, call, rows, size, dtype) for rank in range(peers.size)]
     x = parts[peers.rank].to(device, copy=True)
     if is_gather:
@@ -93,31 +94,32 @@ def on_cpu(rank: int, memory: list[torch.Tensor]) -> None:
 def on_gpu(rank: int, size: int, store_file: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = TPGroup.connect(rank, size, store_file, device, (NUM_ROWS, ROW_BYTES))
+    group = TPGroup.connect(rank, size, store_file, device, (NUM_ROWS, 8 * ROW_BYTES))
     peers = group.peers
     assert peers is not None, "these GPUs cannot share memory"
-    few_rows = replace(peers, num_rows=NUM_ROWS * 16)  # which turns soon fill
+    small = replace(peers, num_rows=NUM_ROWS * 16)  # so that programs soon sum in turns
     for dtype in (torch.float32, torch.bfloat16):
         for call in range(100):
-            check_call(few_rows, device, call, dtype)
+            check_call(small, device, call, dtype)
         x = torch.ones(100_000, device=device, dtype=dtype)
         assert (group.all_reduce(x) == size).all()
         assert (group.all_gather(x[:7]) == size).all()
     torch.cuda.synchronize(device)
     group.min(rank)  # all is empty again
-    check_graph(peers, device)
+    for width, most in ((128, 2 * peers.num_rows + 1), (2000, 700)):
+        check_graph(peers, device, width, most)
     group.min(rank)
     assert group.links is not None
     group.links.abort()
 
 
-def check_graph(peers: PeerMemory, device: torch.device) -> None:
+def check_graph(peers: PeerMemory, device: torch.device, size: int, most: int) -> None:
     """Replayed many times over changing inputs, a chain of exchanges of different shapes."""
-    rows, size = MIN_ROWS, ROW_BYTES // 8
+    half = most // 2
     # Rows that are summed, and rows that are gathered.
-    shapes = (rows, rows // 2), (1, 1), (5, 5), (2 * rows + 1, 7), (rows - 1, rows // 2 - 1), (2, 2)
+    shapes = (half, most), (1, 1), (5, 5), (most, 7), (half - 1, half - 1), (2, 2)
     weight = torch.ones(size, device=device, dtype=torch.bfloat16)
-    x = torch.zeros(2 * rows + 1, size, device=device, dtype=torch.bfloat16)
+    x = torch.zeros(most, size, device=device, dtype=torch.bfloat16)
 
     def chain() -> list[torch.Tensor]:
         sums = []

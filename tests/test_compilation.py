@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier
@@ -9,8 +10,11 @@ from threading import Barrier
 import pytest
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.compilation import attention_launches, compile_together
+from nanovllm.engine.warm_up import warm_up_batches
 from nanovllm.layers.attention import Attention
+from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory
 from tests.checkpoints import make_checkpoint
 from tests.kernel_cases import DEVICE
 
@@ -47,6 +51,29 @@ def test_attention_is_launched_with_empty_contexts() -> None:
     outs = [launch() for launch in attention_launches(attention, [1, 5])]
     for out, size in zip(outs, (1, 5), strict=True):
         assert torch.equal(out, torch.zeros(size, 4, 64, device=DEVICE))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("hidden_size", [64, 1024, 2560, 5120])
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(16384, 512), (600, 4), (300, 16)])
+def test_warm_up_sums_with_every_number_of_warps(
+    num_ranks: int, hidden_size: int, budget: int, max_num_seqs: int, tiny_qwen3: Path
+) -> None:
+    pytest.importorskip("triton")
+    from nanovllm.kernels.all_reduce import sum_warps
+
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs, "max_model_len": 256}
+    config = Config(str(tiny_qwen3), device="cpu", **sizes)
+    nothing = torch.empty(0)
+    row_bytes = 2 * hidden_size
+    peers = PeerMemory(0, num_ranks, MIN_ROWS, row_bytes, nothing, nothing, nothing)
+
+    def kernels(nums_rows: Iterable[int]) -> set[int]:
+        sums = (n for n in nums_rows if peers.suits_sum(n, row_bytes))
+        return {sum_warps(n, 1 << (hidden_size - 1).bit_length(), num_ranks) for n in sums}
+
+    nums_rows = [batch.num_tokens for batch in warm_up_batches(config, [])]
+    assert kernels(nums_rows) == kernels(range(1, max(nums_rows) + 1))
 
 
 COUNT_COMPILATIONS = """

@@ -98,6 +98,21 @@ def test_weights_stay_as_they_are_where_memory_is_short(monkeypatch: pytest.Monk
         assert (reordered(weight) is weight) == is_kept
 
 
+@pytest.mark.skipif(
+    not (linear_module._has_onednn() and linear_module._can_multiply(torch.bfloat16)),
+    reason="oneDNN cannot multiply in bf16",
+)
+@pytest.mark.parametrize(("available", "dtype"), [(4000, torch.float32), (1000, torch.bfloat16)])
+def test_bf16_without_instructions_becomes_fp32_where_memory_allows(
+    available: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_module, "_has_instructions", lambda dtype: False)
+    monkeypatch.setattr(linear_module, "host_memory", lambda: HostMemory(available, 4000))
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16), requires_grad=False)
+    assert reordered(weight).is_mkldnn
+    assert reordered(weight).dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [("max", (9000, 10_000)), ("5000", (1700, 5000)), ("20000", (9000, 10_000)), ("1", (0, 1))],

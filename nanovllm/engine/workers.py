@@ -169,12 +169,13 @@ class Workers:
 
     def close_links(self) -> None:
         """Frees what joins the GPUs, which the first worker's end has aborted. Idempotent."""
-        if self._group is not None and self._group.links is not None:
-            assert self._watcher is not None
-            self._group.links.close()
+        group, self._group = self._group, None
+        watcher, self._watcher = self._watcher, None
+        if group is not None and group.links is not None:
+            group.links.close()
+        if watcher is not None:
             # Were it to drop NCCL after the interpreter's end has begun, the process would abort.
-            self._watcher.join(LAST_SECONDS)
-        self._group = None
+            watcher.join(LAST_SECONDS)
 
     def _ask_to_exit(self) -> None:
         deadline = time.monotonic() + EXIT_SECONDS

@@ -12,7 +12,7 @@ from nanovllm.kernels.exchange import arguments, receive, sendable, settle, slot
 from nanovllm.kernels.layernorm import load_sum, normalised
 
 GATHER_WARPS = 4
-FEW_ROWS = 512  # that all run at once, with more threads for each
+FEW_ROWS = 512  # about as many as run at once on an H200, with more threads for each
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -76,6 +76,12 @@ def _all_reduce_add_rms_norm_kernel(
     tl.store(calls_ptr + program, call)
 
 
+def sum_warps(num_rows: int, block: int, num_ranks: int) -> int:
+    """Per row: fewer for many rows, as only two ranks sum here."""
+    has_many = num_ranks == 2 and num_rows > FEW_ROWS
+    return min(max(block // (1024 if has_many else 512), 1), 16)
+
+
 def all_reduce_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, peers: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +94,7 @@ def all_reduce_add_rms_norm(
     assert size * weight.element_size() <= peers.row_bytes
     out = weight.new_empty(num_rows, size)
     block = max(triton.next_power_of_2(size), 32)
-    num_warps = min(max(block // (512 if num_rows <= FEW_ROWS else 1024), 1), 16)
+    num_warps = sum_warps(num_rows, block, peers.size)
     _all_reduce_add_rms_norm_kernel[(min(num_rows, peers.num_rows),)](
         x,
         x if residual is None else residual,

@@ -49,7 +49,7 @@ class Launch:
 # By the least number of sequences times K/V heads, where that is enough for whole contexts, halves
 # or thirds of them. A multiprocessor holds few programs of big tiles and more of small ones; what
 # pays is that the last ones to start find most multiprocessors busy. Swept over bench.py's
-# contexts, the longest first.
+# contexts, the longest first; thirds also in random order.
 LAUNCHES = (
     (2040, Launch(1, 8, stages=3, warps=1)),
     (1760, Launch(1, 16, stages=2, warps=4)),

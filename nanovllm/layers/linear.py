@@ -90,7 +90,8 @@ def _has_instructions(dtype: torch.dtype) -> bool:
     as it does with bf16 on CPUs whose AVX-512 is without."""
     has_bf16 = True
     if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)()  # torch 2.5
+        # Not there before torch 2.5.
+        has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)()
     return has_bf16 and _can_multiply(dtype)
 
 
