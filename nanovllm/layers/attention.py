@@ -1,10 +1,12 @@
 """Attention over the paged K/V cache: the module, and the protocol of what computes it."""
 
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from nanovllm.kernels import cpu_kernels
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
@@ -81,10 +83,9 @@ class Attention(nn.Module):
         assert self.backend is not None, "the runner binds a backend before the first step"
         qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if qkv.is_cuda:
-            from nanovllm.kernels.qkv import norm_rope_store
-
-            norm_rope_store(
+        kernels = _fused_kernels(qkv)
+        if kernels is not None:
+            kernels.norm_rope_store(
                 qkv,
                 positions,
                 context.slot_mapping,
@@ -105,6 +106,15 @@ class Attention(nn.Module):
         else:
             out = self.backend.prefill(q, k, v, self.k_cache, self.v_cache, self.scale, context)
         return out.flatten(1)
+
+
+def _fused_kernels(qkv: torch.Tensor) -> ModuleType | None:
+    """Those that have a `norm_rope_store` for this tensor."""
+    if qkv.is_cuda:
+        from nanovllm.kernels import qkv as cuda_kernels
+
+        return cuda_kernels
+    return cpu_kernels(qkv)
 
 
 def store_kv(

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import cpu_kernels
 from nanovllm.utils.distributed import TPGroup
 
 
@@ -43,5 +44,10 @@ class RMSNorm(nn.Module):
             from nanovllm.kernels.layernorm import add_rms_norm
 
             return add_rms_norm(x, residual, self.weight, self.eps)
-        residual = x if residual is None else x + residual
+        if residual is None:
+            return self(x), x
+        if (cpu := cpu_kernels(x)) is not None:
+            cpu.add_rms_norm(x, residual, self.weight, self.eps)
+            return x, residual
+        residual = x + residual
         return self(residual), residual

@@ -1,0 +1,151 @@
+"""The kernels for CPUs against the torch layers, and engines with and without them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm import LLM, SamplingParams, kernels
+from nanovllm.kernels import cpu
+from nanovllm.layers.attention import store_kv
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from tests.checkpoints import make_checkpoint
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+# A kernel's sums go in another order, so a result may round to a neighbour.
+TOLERANCE = {torch.float32: {"rtol": 3e-6, "atol": 1e-6}, torch.bfloat16: {"rtol": 8e-3, "atol": 0}}
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1, 7, 64, 100, 576])
+@pytest.mark.parametrize("num_rows", [0, 1, 9])
+def test_add_rms_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x, residual = (10 * torch.randn(2, num_rows, size, generator=generator)).to(dtype)
+    weight = (1 + torch.randn(size, generator=generator)).to(dtype)
+    total = x + residual
+    expected = F.rms_norm(total, weight.shape, eps=1e-5) * weight
+    cpu.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(x, expected, **TOLERANCE[dtype])
+    if dtype == torch.bfloat16:
+        assert (x != expected).sum() <= 0.01 * x.numel()
+
+
+def test_bf16_of_any_bits_rounds_as_torch_rounds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**15), 2**15, (2, 2**16), generator=generator, dtype=torch.int16)
+    bits[0] = torch.arange(-(2**15), 2**15)
+    x, residual = bits.view(torch.bfloat16).view(2, -1, 64)
+    total = x + residual
+    assert all(kind.any() for kind in (total.isnan(), total.isinf(), total.abs() < 1e-38))
+    cpu.add_rms_norm(x.clone(), residual, torch.ones(64, dtype=torch.bfloat16), 1e-5)
+    torch.testing.assert_close(residual, total, rtol=0, atol=0, equal_nan=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (9, 3, 64), (8, 1, 40), (4, 2, 130)], ids=str)
+def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = shape
+    num_tokens, num_blocks, block_size = 11, 7, 4
+    generator = torch.Generator().manual_seed(heads)
+    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    positions = torch.randint(0, 50, (num_tokens,), generator=generator)
+    positions[0] = 49
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
+    rotary = RotaryEmbedding(head_dim, 50, 1e4)
+    norms = [RMSNorm(head_dim, 1e-6).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data = (1 + torch.randn(head_dim, generator=generator)).to(dtype)
+    caches = torch.full((2, num_blocks, block_size, kv_heads, head_dim), 7.0, dtype=dtype)
+    expected_caches = caches.clone()
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    expected = [q, k]
+    if has_norm:
+        expected = [norm(x).data for norm, x in zip(norms, expected, strict=True)]
+    expected = [rotary(positions, x) for x in expected]
+    store_kv(expected[1], v, expected_caches[0], expected_caches[1], slots)
+
+    out = qkv.clone()
+    weights = (norms[0].weight.data, norms[1].weight.data) if has_norm else None
+    eps = norms[0].eps if has_norm else 0.0
+    cpu.norm_rope_store(out, positions, slots, rotary.cos_sin, weights, eps, caches[0], caches[1])
+    # Where two products cancel each other, the error is of their size.
+    near = TOLERANCE[dtype] | {"atol": 3e-6 if dtype == torch.float32 else 0.02}
+    torch.testing.assert_close(out[:, :-kv_heads], torch.cat(expected, 1), **near)
+    assert torch.equal(out[:, -kv_heads:], v)
+    torch.testing.assert_close(caches, expected_caches, **near)
+    is_free = torch.ones(num_blocks * block_size, dtype=torch.bool)
+    is_free[slots] = False
+    assert (caches.flatten(1, 2)[:, is_free] == 7).all()
+
+
+def test_what_they_serve() -> None:
+    rows = cpu.MAX_ELEMENTS // 64
+    assert cpu.serves(torch.empty(rows, 64, dtype=torch.bfloat16))
+    assert not cpu.serves(torch.empty(rows + 1, 64, dtype=torch.bfloat16))
+    assert not cpu.serves(torch.empty(1, 64, dtype=torch.float16))
+    assert kernels.cpu_kernels(torch.empty(1, 64, device="meta")) is None
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
+def test_an_engine_with_them_gives_what_one_without_gives(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, architecture)
+    prompts = [[5, 6, 7], list(range(40, 90)), [9]]
+    calls: list[str] = []
+
+    def counted(kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            calls.append(kernel.__name__)
+            kernel(*args)
+
+        return call
+
+    def completions() -> list[list[int]]:
+        with LLM(path, device="cpu", max_num_seqs=4) as llm:
+            compiled = cpu._compiled.cache_info().misses
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), False)
+            assert cpu._compiled.cache_info().misses == compiled
+        return [output["token_ids"] for output in outputs]
+
+    for kernel in (cpu.add_rms_norm, cpu.norm_rope_store):
+        monkeypatch.setattr(cpu, kernel.__name__, counted(kernel))
+    with_kernels = completions()
+    num_steps, num_layers = 20, 2
+    assert calls.count("add_rms_norm") == num_steps * (2 * num_layers)  # the first has no residual
+    assert calls.count("norm_rope_store") == num_steps * num_layers
+    calls.clear()
+    monkeypatch.setattr(cpu, "MAX_ELEMENTS", 0)
+    assert completions() == with_kernels
+    assert not calls
+
+
+def test_an_engine_without_numba_says_so_and_works(tiny_qwen3: Path) -> None:
+    script = f"""
+import sys
+sys.modules["numba"] = None
+from nanovllm import LLM, SamplingParams
+with LLM({str(tiny_qwen3)!r}, device="cpu") as llm:
+    print(llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4), False))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "token_ids" in run.stdout
+    assert run.stderr.count("slower than it could be: import of numba halted") == 1
+
+
+def test_they_are_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.caching import CacheImpl
+
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    kernel = cpu._compiled.__wrapped__(cpu._add_rms_norm, torch.float32)
+    x, residual, weight = torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([2.0])
+    kernel(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), 1, 1, 0.0)
+    assert (x.item(), residual.item()) == (2.0, 4.0)
