@@ -86,10 +86,13 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
     assert (caches.flatten(1, 2)[:, is_free] == 7).all()
 
 
-def test_what_they_serve() -> None:
+@pytest.mark.parametrize("num_threads", [cpu.MAX_THREADS, cpu.MAX_THREADS + 1])
+def test_what_they_serve(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     rows = cpu.MAX_ELEMENTS // 64
     assert cpu.serves(torch.empty(rows, 64, dtype=torch.bfloat16))
-    assert not cpu.serves(torch.empty(rows + 1, 64, dtype=torch.bfloat16))
+    is_served = cpu.serves(torch.empty(rows + 1, 64, dtype=torch.bfloat16))
+    assert is_served == (num_threads <= cpu.MAX_THREADS)
     assert not cpu.serves(torch.empty(1, 64, dtype=torch.float16))
     assert kernels.cpu_kernels(torch.empty(1, 64, device="meta")) is None
 
@@ -123,7 +126,7 @@ def test_an_engine_with_them_gives_what_one_without_gives(
     assert calls.count("add_rms_norm") == num_steps * (2 * num_layers)  # the first has no residual
     assert calls.count("norm_rope_store") == num_steps * num_layers
     calls.clear()
-    monkeypatch.setattr(cpu, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(cpu, "serves", lambda x: False)
     assert completions() == with_kernels
     assert not calls
 

@@ -16,7 +16,7 @@ import torch
 from numba import carray, cfunc, njit, types
 from numba.extending import overload
 
-MAX_ELEMENTS = 1 << 17  # with more, torch can be faster on several threads
+MAX_ELEMENTS, MAX_THREADS = 1 << 17, 2  # with more of both torch may be faster
 STORAGE = {torch.bfloat16: types.uint16, torch.float32: types.float32}
 LANES_MAY_SUM_APART = {"reassoc", "contract"}  # without which sums are not vectorised
 
@@ -164,7 +164,9 @@ def compile_kernels(dtype: torch.dtype) -> None:
 
 def serves(x: torch.Tensor) -> bool:
     """Whether the kernels take `x`, and do so faster than torch."""
-    return x.dtype in STORAGE and x.numel() <= MAX_ELEMENTS
+    if x.dtype not in STORAGE:
+        return False
+    return x.numel() <= MAX_ELEMENTS or torch.get_num_threads() <= MAX_THREADS
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
