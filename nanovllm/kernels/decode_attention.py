@@ -125,7 +125,7 @@ def _merge_kernel(
     lse = tl.load(lse_ptr + head * num_splits + split, mask=is_split, other=float("-inf"))
     weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))  # all empty: weights 0
     total = tl.sum(weight, 0)
-    mask = is_split[:, None] & (weight > 0)[:, None] & (d < HEAD_DIM)[None, :]
+    mask = is_split[:, None] & (d < HEAD_DIM)[None, :]  # an empty split's result is 0
     offset = (head * num_splits + split)[:, None] * HEAD_DIM + d[None, :]
     partial = tl.load(partial_ptr + offset, mask=mask, other=0.0)
     out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
