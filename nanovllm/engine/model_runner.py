@@ -15,7 +15,7 @@ from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
 from nanovllm.engine.tuning import tune_linears
 from nanovllm.engine.warm_up import warm_up_batches
-from nanovllm.kernels import import_cpu_kernels
+from nanovllm.kernels import compile_cpu_kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
@@ -133,8 +133,7 @@ class ModelRunner:
             pool_bytes = self.group.min(cpu_pool_bytes() // self.group.size)
             num_blocks = resolve_num_blocks(config, self._block_bytes(), pool_bytes)
             self._bind_pool(num_blocks)
-            if (cpu := import_cpu_kernels()) is not None:
-                cpu.compile_kernels(config.torch_dtype)
+            compile_cpu_kernels(config.torch_dtype)
             return num_blocks
         sizes = [] if config.enforce_eager else bucket_sizes(config.max_num_seqs)
         if self.backend.name == "torch":

@@ -12,20 +12,25 @@ from types import ModuleType
 import torch
 
 logger = logging.getLogger(__name__)
+CPU_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cpu_kernels(x: torch.Tensor) -> ModuleType | None:
     """`kernels.cpu` if `x` is on a CPU and they are faster there than torch, else None."""
-    cpu = import_cpu_kernels() if x.is_cpu else None
-    return cpu if cpu is not None and cpu.serves(x) else None
+    cpu = compile_cpu_kernels(x.dtype) if x.is_cpu else None
+    return cpu if cpu is not None and cpu.is_faster(x.numel()) else None
 
 
 @functools.cache
-def import_cpu_kernels() -> ModuleType | None:
-    """`kernels.cpu`; None where numba is missing, or refuses this version of numpy."""
+def compile_cpu_kernels(dtype: torch.dtype) -> ModuleType | None:
+    """`kernels.cpu`, compiled for this dtype; None if there is none for it, or numba fails."""
+    if dtype not in CPU_DTYPES:
+        return None
     try:
         from nanovllm.kernels import cpu
-    except (ImportError, OSError) as error:
-        logger.warning("decoding on the CPU is slower than it could be: %s", error)
+
+        cpu.compile_kernels(dtype)
+    except Exception as error:  # numba is missing or does not go with this numpy: torch can do it
+        logger.warning("no kernels for the CPU, it is slower without: %r", error)
         return None
     return cpu

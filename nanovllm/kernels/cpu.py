@@ -2,13 +2,16 @@
 operations, each of which costs more than its arithmetic. For bf16 and fp32; rounds where the torch
 layers do. Numba has no bf16: here it is uint16, its bits.
 
-Loops go over rows of two-dimensional arrays, and what is replaced is read from the same array: so
-LLVM vectorises them. It does not if arrays that it cannot tell apart overlap.
+Loops go over rows of two-dimensional arrays, and write either to the array that they read or to one
+that does not overlap it: others LLVM does not vectorise.
 """
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from numba.extending import overload
 
 MAX_ELEMENTS, MAX_THREADS = 1 << 17, 2  # with more of both torch may be faster
 STORAGE = {torch.bfloat16: types.uint16, torch.float32: types.float32}
-LANES_MAY_SUM_APART = {"reassoc", "contract"}  # without which sums are not vectorised
+VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def _load(bits):
@@ -41,14 +44,15 @@ def _rounded_overload(value, like):
     def to_bf16(value, like):
         bits = np.float32(value).view(np.uint32)
         is_odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+        # A NaN stays one: it comes from bf16, and has zeros where bits are added.
         nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + is_odd))
-        rounded = np.uint16(nearest >> np.uint32(16))
-        return rounded if value == value else np.uint16(0x7FC0)  # NaN
+        return np.uint16(nearest >> np.uint32(16))
 
     return (lambda value, like: value) if isinstance(like.dtype, types.Float) else to_bf16
 
 
-@njit(fastmath=LANES_MAY_SUM_APART)
+# A sum is vectorised only if it may go in any order; 1 / 0 is infinite, as in torch.
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy")
 def _normalise(x, i, weight, eps):
     """Row i <- x / rms(x) * weight."""
     size = x.shape[1]
@@ -130,49 +134,54 @@ def _norm_rope_store(
             _copy(qkv, v + head, v_cache, slot + head)
 
 
-def _arguments(dtype: torch.dtype) -> dict[Callable[..., None], list[Any]]:
+def _arguments(dtype: torch.dtype) -> dict[Any, list[Any]]:
     """Of each kernel, in numba's types."""
     data, index, angles = (
         types.CPointer(kind) for kind in (STORAGE[dtype], types.int64, types.float32)
     )
-    size, eps = types.int64, types.float32
+    size = flag = types.int64
     return {
-        _add_rms_norm: [data] * 3 + [size] * 2 + [eps],
-        _norm_rope_store: [data, index, index, angles] + [data] * 4 + [size] * 7 + [eps],
+        _add_rms_norm: [data] * 3 + [size] * 2 + [types.float32],
+        _norm_rope_store: [data, index, index, angles, data, data, data, data]
+        + [size] * 6
+        + [flag, types.float32],
     }
 
 
 @functools.cache
-def _compiled(kernel: Callable[..., None], dtype: torch.dtype) -> Callable[..., None]:
+def _compiled(kernel: FunctionType, dtype: torch.dtype) -> Callable[..., None]:
     """The kernel as a C function of addresses and numbers. Kept on disk: it takes seconds."""
     arguments = _arguments(dtype)[kernel]
+    # Numba neither locks the files that it keeps a function in nor checks what it finds there:
+    # every dtype and version of this file has its own, named after the function.
+    named = FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__)
+    named.__qualname__ = f"{kernel.__name__}_{dtype}_{VERSION}"
     try:
-        compiled = cfunc(types.void(*arguments), cache=True)(kernel)
-    except RuntimeError:  # no folder can be written to
-        compiled = cfunc(types.void(*arguments))(kernel)
+        compiled = cfunc(types.void(*arguments), cache=True)(named)
+    except Exception:  # no folder can be written to, the disk is full, a file is damaged
+        compiled = cfunc(types.void(*arguments))(named)
     in_c = {types.int64: ctypes.c_int64, types.float32: ctypes.c_float}
     in_c_or_address: list[Any] = [in_c.get(kind, ctypes.c_void_p) for kind in arguments]
     return ctypes.CFUNCTYPE(None, *in_c_or_address)(compiled.address)
 
 
 def compile_kernels(dtype: torch.dtype) -> None:
-    """All of them, if it is a dtype that they are for."""
-    if dtype in STORAGE:
-        for kernel in _arguments(dtype):
-            _compiled(kernel, dtype)
+    """All of them, for one of the dtypes that they are for."""
+    for kernel in _arguments(dtype):
+        _compiled(kernel, dtype)
 
 
-def serves(x: torch.Tensor) -> bool:
-    """Whether the kernels take `x`, and do so faster than torch."""
-    if x.dtype not in STORAGE:
-        return False
-    return x.numel() <= MAX_ELEMENTS or torch.get_num_threads() <= MAX_THREADS
+def is_faster(num_elements: int) -> bool:
+    """Than torch, for a tensor of so many."""
+    return num_elements <= MAX_ELEMENTS or torch.get_num_threads() <= MAX_THREADS
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """x, residual [t, size] <- norm(x + residual), x + residual"""
     num_rows, size = x.shape
-    assert all(tensor.is_contiguous() for tensor in (x, residual, weight))
+    _check(x, residual, weight)
+    assert residual.shape == x.shape
+    assert weight.shape == (size,)
     _compiled(_add_rms_norm, x.dtype)(
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_rows, size, eps
     )
@@ -191,16 +200,21 @@ def norm_rope_store(
     """As kernels/qkv.py's, but without padding, as only CUDA graphs have."""
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
-    tensors = (qkv, positions, slot_mapping, cos_sin, k_cache, v_cache)
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    q_weight, k_weight = norm_weights or (qkv, qkv)  # unread
+    weights = norm_weights or ()
+    _check(qkv, k_cache, v_cache, *weights)
+    _check(positions, slot_mapping)
+    _check(cos_sin)
+    assert positions.dtype == torch.int64
+    assert positions.shape == slot_mapping.shape == (num_tokens,)
+    assert all(size == head_dim for size in (*map(len, weights), cos_sin.shape[1]))
+    q_weight, k_weight = [weight.data_ptr() for weight in weights] or (None, None)
     _compiled(_norm_rope_store, qkv.dtype)(
         qkv.data_ptr(),
         positions.data_ptr(),
         slot_mapping.data_ptr(),
         cos_sin.data_ptr(),
-        q_weight.data_ptr(),
-        k_weight.data_ptr(),
+        q_weight,
+        k_weight,
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         num_tokens,
@@ -212,3 +226,8 @@ def norm_rope_store(
         norm_weights is not None,
         eps,
     )
+
+
+def _check(*tensors: torch.Tensor) -> None:
+    """What an address does not say."""
+    assert all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors)
