@@ -44,7 +44,7 @@ def _rounded_overload(value, like):
     def to_bf16(value, like):
         bits = np.float32(value).view(np.uint32)
         is_odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-        # A NaN stays one: it comes from bf16, and has zeros where bits are added.
+        # A NaN stays one: of bf16 or new, it has zeros where bits are added.
         nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + is_odd))
         return np.uint16(nearest >> np.uint32(16))
 
