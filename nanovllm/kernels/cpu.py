@@ -162,7 +162,9 @@ def _compiled(kernel: FunctionType, dtype: torch.dtype) -> Callable[..., None]:
         compiled = cfunc(types.void(*arguments))(named)
     in_c = {types.int64: ctypes.c_int64, types.float32: ctypes.c_float}
     in_c_or_address: list[Any] = [in_c.get(kind, ctypes.c_void_p) for kind in arguments]
-    return ctypes.CFUNCTYPE(None, *in_c_or_address)(compiled.address)
+    function: Any = ctypes.CFUNCTYPE(None, *in_c_or_address)(compiled.address)
+    function.owner = compiled  # of the code at that address
+    return function
 
 
 def compile_kernels(dtype: torch.dtype) -> None:
