@@ -162,8 +162,8 @@ def _compiled(kernel: FunctionType, dtype: torch.dtype) -> Callable[..., None]:
         compiled = cfunc(types.void(*arguments))(named)
     in_c = {types.int64: ctypes.c_int64, types.float32: ctypes.c_float}
     in_c_or_address: list[Any] = [in_c.get(kind, ctypes.c_void_p) for kind in arguments]
-    function: Any = ctypes.CFUNCTYPE(None, *in_c_or_address)(compiled.address)
-    function.owner = compiled  # of the code at that address
+    function = ctypes.CFUNCTYPE(None, *in_c_or_address)(compiled.address)
+    vars(function)["owner"] = compiled  # of the code at that address
     return function
 
 
