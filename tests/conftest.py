@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors
 
 from nanovllm.utils import peer_memory
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 
 # A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT
+
 MODULES = sorted((ROOT / "nanovllm").rglob("*.py"))
 LEAVES = {"config", "outputs", "sampling_params"}
 # Part of the package -> the parts it may import, itself apart.

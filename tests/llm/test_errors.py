@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.checkpoints import VOCAB_SIZE, edit_json
-from tests.reference import HuggingFace, greedy_ids
+from tests.helpers.checkpoints import VOCAB_SIZE, edit_json
+from tests.helpers.reference import HuggingFace, greedy_ids
 
 CONFIG = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 9}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from tests.checkpoints import make_checkpoint
-from tests.reference import greedy_ids
-from tests.test_executor import parts
-from tests.test_tensor_parallel import (
+from tests.engine.test_executor import parts
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.reference import greedy_ids
+from tests.llm.test_tensor_parallel import (
     MODELS,
     NUM_TOKENS,
     Prompts,

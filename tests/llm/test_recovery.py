@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from nanovllm import LLM, SamplingParams
-from tests.reference import HuggingFace, greedy_ids
+from tests.helpers.reference import HuggingFace, greedy_ids
 
 Ids = list[int]
 NUM_TOKENS = 12

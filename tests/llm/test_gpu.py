@@ -17,8 +17,8 @@ from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.activation import silu_and_mul
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.reference import HuggingFace, greedy_ids
+from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.helpers.reference import HuggingFace, greedy_ids
 
 pytestmark = pytest.mark.gpu
 

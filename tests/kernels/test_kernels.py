@@ -11,7 +11,7 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.sampler import best_tokens
 from nanovllm.utils.distributed import TPGroup
-from tests.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn
+from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn
 
 pytest.importorskip("triton")
 from nanovllm.kernels.activation import silu_and_mul

@@ -20,8 +20,8 @@ from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Checkpoint, PackedModules, load_model
-from tests.checkpoints import edit_json, make_checkpoint
-from tests.reference import HuggingFace, next_token_logits
+from tests.helpers.checkpoints import edit_json, make_checkpoint
+from tests.helpers.reference import HuggingFace, next_token_logits
 
 Tensors = dict[str, torch.Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

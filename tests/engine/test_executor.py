@@ -24,7 +24,7 @@ from nanovllm.engine.staging import FetchedIds
 from nanovllm.engine.workers import RankDiedError, Worker, Workers
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import PeerLostError
-from tests.reference import greedy_ids
+from tests.helpers.reference import greedy_ids
 
 PROMPTS = [[5, 300, 17], [222, 80, 9, 411]]
 NUM_TOKENS = 12

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.reference import greedy_ids
-from tests.test_recovery import GREEDY, NUM_TOKENS, Ids, make_llm
+from tests.helpers.reference import greedy_ids
+from tests.llm.test_recovery import GREEDY, NUM_TOKENS, Ids, make_llm
 
 
 @pytest.mark.parametrize("method", ["schedule", "_release", "_ends", "_batch"])

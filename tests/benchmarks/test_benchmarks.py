@@ -14,7 +14,7 @@ from benchmarks.phases import Mark, split
 from benchmarks.profiling import Activity, Row, busy_ms, rows_of
 from benchmarks.roofline import Rates, Shape, floor, num_decode_steps, si
 from nanovllm import LLM
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 QWEN3_0_6B = Shape(
     num_layers=28,

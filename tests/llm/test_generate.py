@@ -14,8 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from tests.checkpoints import edit_json, make_checkpoint
-from tests.reference import HuggingFace, greedy_ids
+from tests.helpers.checkpoints import edit_json, make_checkpoint
+from tests.helpers.reference import HuggingFace, greedy_ids
 
 Ids = list[int]
 TEXT = "introduce yourself"

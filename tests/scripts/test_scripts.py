@@ -17,9 +17,9 @@ import bench
 import example
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from tests.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 RUN_LINE = re.compile(r"^Total: (\d+)tok, Time: \d+\.\d\ds, Throughput: \d+\.\d\dtok/s$", re.M)
 QWEN3_VOCAB_SIZE = 151936

@@ -14,14 +14,14 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.engine.workers import RankDiedError
-from tests.reference import greedy_ids
-from tests.test_executor import StepError, at_call, fail, parts
-from tests.test_tensor_parallel import NUM_TOKENS, Prompts, ids
-from tests.test_tensor_parallel_gpu import LONG, ids_of_one_gpu, make_llm
+from tests.engine.test_executor import StepError, at_call, fail, parts
+from tests.helpers import ROOT
+from tests.helpers.reference import greedy_ids
+from tests.llm.test_tensor_parallel import NUM_TOKENS, Prompts, ids
+from tests.llm.test_tensor_parallel_gpu import LONG, ids_of_one_gpu, make_llm
 
 pytestmark = pytest.mark.gpu2
 
-ROOT = Path(__file__).parents[1]
 MIB = 2**20
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "tests" / "parallel_script.py"
+from tests.helpers import ROOT
+
+SCRIPT = ROOT / "tests" / "helpers" / "parallel_script.py"
 UNGUARDED = """
 import sys
 from nanovllm import LLM

@@ -19,7 +19,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from tests.simulated_runner import NUM_IDS, STOP_IDS, Oracle, Runner, Step
+from tests.helpers.simulated_runner import NUM_IDS, STOP_IDS, Oracle, Runner, Step
 
 MAX_LEN = 40
 LAST_TICK = 40  # of what comes from outside: requests, aborts, failures

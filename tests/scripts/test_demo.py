@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from tests.reference import HuggingFace, greedy_ids, next_token_logits
+from tests.helpers import ROOT
+from tests.helpers.reference import HuggingFace, greedy_ids, next_token_logits
 
-DEMO = Path(__file__).parents[1] / "demo"
+DEMO = ROOT / "demo"
 SHIPPED = DEMO / "austen"
 needs_shipped = pytest.mark.skipif(
     not SHIPPED.exists(), reason="demo/austen is not there; demo/train.py makes it"

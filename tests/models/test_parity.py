@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from tests.checkpoints import make_checkpoint
-from tests.reference import HuggingFace, greedy_ids, next_token_logits
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.reference import HuggingFace, greedy_ids, next_token_logits
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-tied": {},

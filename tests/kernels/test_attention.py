@@ -12,7 +12,7 @@ from nanovllm.layers.attention_backends.triton import TritonBackend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
-from tests.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn, shapes
+from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn, shapes
 
 pytest.importorskip("triton")
 from nanovllm.kernels.decode_attention import decode_attention

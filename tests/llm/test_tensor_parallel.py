@@ -18,8 +18,8 @@ from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.ipc import Sender
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.utils.distributed import TPGroup
-from tests.checkpoints import make_checkpoint
-from tests.reference import greedy_ids
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.reference import greedy_ids
 
 NUM_TOKENS = 16
 Prompts = list[list[int]]

@@ -15,8 +15,8 @@ from nanovllm.engine.compilation import attention_launches, compile_together
 from nanovllm.engine.warm_up import warm_up_batches
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory
-from tests.checkpoints import make_checkpoint
-from tests.kernel_cases import DEVICE
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.kernel_cases import DEVICE
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from tests.reference import greedy_ids
+from tests.helpers.reference import greedy_ids
 
 NUM_TOKENS = 24
 Prompts = list[list[int]]

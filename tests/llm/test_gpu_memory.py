@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from nanovllm.kernels import cpu
 from nanovllm.layers.attention import store_kv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # A kernel's sums go in another order, so a result may round to a neighbour.
