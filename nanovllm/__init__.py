@@ -4,8 +4,15 @@
 `RequestOutput` is the dict that `LLM.generate` returns for each prompt.
 """
 
+from importlib import metadata
+
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+try:
+    __version__ = metadata.version("nanovllm")
+except metadata.PackageNotFoundError:  # a checkout on the path that is not installed
+    __version__ = "0+unknown"
