@@ -18,9 +18,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.environment import device_name
 from example import chat_prompt
 from nanovllm import LLM, SamplingParams
+from nanovllm.report import device_name
 
 QUESTIONS = (
     "What is the capital of France?",
