@@ -1,15 +1,15 @@
 """Tensor parallelism on one host: rank 0 here, ranks 1 to N-1 in processes of their own.
 
-Every rank gets the same scheduled batches in the same order and keeps the same row state; ids are
-read on rank 0 alone. A step that fails on any rank ends the engine: the ranks could not be brought
-into step again.
+What rank 0's runner is asked to do, the others are told as (method, arguments), so that all runners
+make the same calls in the same order and keep the same state. Results are those of rank 0. A call
+that fails on any rank ends the engine: the ranks could not be brought into step again.
 """
 
-import pickle
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from nanovllm.utils.gpu_links import PeerLostError, has_nccl
 
 
 class TensorParallelExecutor:
-    """Runs batches on `config.tensor_parallel_size` ranks; interchangeable with a `ModelRunner`."""
+    """A `ModelRunner` on each of `config.tensor_parallel_size` ranks, used as if it were one."""
 
     def __init__(self, config: Config) -> None:
         _check(config)
@@ -40,22 +40,29 @@ class TensorParallelExecutor:
         self.num_blocks = runner.num_blocks
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
+        return _ParallelStep(self.call("launch", batch), self._fail)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls this method of the `ModelRunner` on every rank; returns what rank 0's returns.
+
+        It does not wait for the other ranks. The arguments are pickled.
+        """
         runner = self._ranks.runner
         if runner is None:
             raise RankDiedError("a step has failed on one of the ranks; make a new LLM")
         try:
-            self._ranks.workers.send(pickle.dumps(batch))
-            return _ParallelStep(runner.launch(batch), self._fail)
+            self._ranks.workers.send(method, *arguments)
+            return getattr(runner, method)(*arguments)
         except BaseException as error:
             self._fail(error)
             raise
 
     def exit(self) -> None:
-        """Ends all ranks and frees everything. Idempotent."""
+        """Ends all ranks and frees everything. A second call does nothing."""
         self._ranks.end()
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all ranks; if another rank's end is behind `error`, raises that instead."""
+        """Ends all ranks; raises another rank's end instead if that caused `error`."""
         cause = None
         try:
             if isinstance(error, PeerLostError | RankDiedError):
@@ -68,14 +75,17 @@ class TensorParallelExecutor:
 
 
 class _Ranks:
-    """All ranks and the order of their end; apart from the executor, whose finalizer needs it."""
+    """All ranks and the order of their end.
+
+    The executor's finalizer needs them when the executor itself has gone.
+    """
 
     def __init__(self) -> None:
         self.runner: ModelRunner | None = None
         self.workers = Workers()
 
     def end(self, gently: bool = True) -> None:
-        """Every part of it, whatever the others raise. Idempotent."""
+        """Ends every part, whatever the others raise. A second call does nothing."""
         runner, self.runner = self.runner, None
         with ExitStack() as last_first:
             last_first.callback(self.workers.close_links)
@@ -87,7 +97,7 @@ class _Ranks:
 
 
 class _ParallelStep:
-    """A step on all ranks: that it fails may show only when its ids are read."""
+    """A step on all ranks. That it has failed may show only when its ids are read."""
 
     def __init__(self, handle: StepHandle, fail: Callable[[BaseException], None]) -> None:
         self._handle = handle
@@ -102,7 +112,7 @@ class _ParallelStep:
 
 
 def _check(config: Config) -> None:
-    """Refuses before any process is started what cannot work."""
+    """Refuses what cannot work before any process is started."""
     if getattr(current_process(), "_inheriting", False):
         raise RuntimeError(
             "tensor_parallel_size > 1 starts processes that import your script again; put its "

@@ -8,19 +8,16 @@ overwritten unread and no message costs a round trip; one larger than a slot goe
 import mmap
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import reduction
 from threading import Lock
 from typing import Any
 
+from nanovllm.utils.waiting import Check, wait_until
+
 NUM_SLOTS = 16
 SLOT_BYTES = 64 * 1024
 SLOT_HEADER_BYTES = 16  # int64 payload length, int64 whether more pieces follow
-SPIN_SECONDS = 0.002
-PAUSE_SECONDS = 0.001  # between looks, at most; ten times as long after a second
-Check = Callable[[], None]  # raises to end a wait
 
 _fence_lock = Lock()
 
@@ -154,16 +151,3 @@ def _fence() -> None:
     of what a lock is made of."""
     with _fence_lock:
         pass
-
-
-def wait_until(is_ready: Callable[[], bool], check: Check) -> None:
-    """Waits for what another process or a GPU does: spins first, then sleeps longer and longer.
-    `check` is called meanwhile, unless it is brief."""
-    start = time.monotonic()
-    pause = 0.0
-    while not is_ready():
-        waited = time.monotonic() - start
-        if waited > SPIN_SECONDS:
-            check()
-            pause = min(pause + 2e-5, PAUSE_SECONDS if waited < 1 else 10 * PAUSE_SECONDS)
-        time.sleep(pause)

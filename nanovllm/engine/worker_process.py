@@ -1,6 +1,6 @@
-"""What runs in the process of a rank from 1 on: it builds its runner and launches what it receives.
+"""What runs in the process of a rank from 1 on: a runner that is told what to do by rank 0.
 
-It ends when it is told to, when a step fails, or with the parent or the pipe to it.
+It ends when it is told to, when a call fails, or with the parent or the pipe to it.
 """
 
 import os
@@ -23,7 +23,7 @@ from nanovllm.utils.gpu_links import PeerLostError
 
 
 def connect(config: Config, rank: int, store_file: str) -> TPGroup:
-    """Meets the other ranks; rows of hidden states are what they will often exchange."""
+    """Meets the other ranks. Hidden states of one step are what they will often exchange."""
     row_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
     rows = config.max_num_seqs, row_bytes
     size = config.tensor_parallel_size
@@ -33,7 +33,7 @@ def connect(config: Config, rank: int, store_file: str) -> TPGroup:
 def worker_main(
     config: Config, rank: int, store_file: str, channel: Channel, pipe: Connection
 ) -> None:
-    """A worker process: says that it is there, builds its runner, launches what it receives."""
+    """Runs a worker process: it reports that it is there, builds its runner, and serves it."""
     watcher = Thread(target=_exit_with_parent, args=(pipe, Path(store_file).parent), daemon=True)
     watcher.start()
     size = config.tensor_parallel_size
@@ -43,10 +43,7 @@ def worker_main(
             torch.cuda.set_device(config.torch_device)
         receiver = Receiver(channel, rank - 1)
         pipe.send(("", False))
-        runner = ModelRunner(config, connect(config, rank, store_file))
-        while message := receiver.receive():
-            runner.launch(pickle.loads(message))
-        runner.exit()
+        serve(ModelRunner(config, connect(config, rank, store_file)), receiver)
     except BaseException as error:
         try:
             pipe.send((traceback.format_exc(), isinstance(error, PeerLostError)))
@@ -56,8 +53,16 @@ def worker_main(
     os._exit(0)  # rather than take apart, for a second, what ends with the process
 
 
+def serve(runner: ModelRunner, receiver: Receiver) -> None:
+    """Calls the methods of `runner` that rank 0 sends as (method, arguments), until "exit"."""
+    method = ""
+    while method != "exit":
+        method, arguments = pickle.loads(receiver.receive())
+        getattr(runner, method)(*arguments)
+
+
 def _exit_with_parent(pipe: Connection, directory: Path) -> None:
-    """Ends this process with its parent, whatever the main thread waits for."""
+    """Ends this process when its parent ends, whatever the main thread waits for."""
     parent = parent_process()
     assert parent is not None
     with suppress(OSError):  # nothing is ever sent; children of the parent's may hold the pipe too

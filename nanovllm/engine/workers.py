@@ -1,6 +1,7 @@
 """The processes of ranks 1 to N-1: started, watched and ended, by force if need be."""
 
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -13,18 +14,19 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from threading import Thread
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.ipc import Sender
 from nanovllm.engine.worker_process import connect, worker_main
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import GPULinks
+from nanovllm.utils.waiting import Check
 
 EXIT_SECONDS = 5.0  # for a worker to end by itself, then again by force
 CAUSE_SECONDS = 5.0  # for the news of a worker's end to arrive after its connections have closed
 POLL_SECONDS = 0.05
 LAST_SECONDS = 1.0  # for a thread that has done its work
-EXIT = b""  # the message that ends a worker
 
 
 class RankDiedError(RuntimeError):
@@ -121,9 +123,13 @@ class Workers:
             future.add_done_callback(_end_links)  # should it come yet, nobody else will
             raise
 
-    def send(self, message: bytes) -> None:
+    def send(self, method: str, *arguments: Any) -> None:
+        """Tells the workers to call this method of their runners."""
+        self._send(self.check, method, *arguments)
+
+    def _send(self, check: Check, method: str, *arguments: Any) -> None:
         assert self._sender is not None
-        self._sender.send(message, self.check)
+        self._sender.send(pickle.dumps((method, arguments)), check)
 
     def check(self) -> None:
         """Raises `RankDiedError` once a worker has ended."""
@@ -186,7 +192,7 @@ class Workers:
 
         if self._sender is not None and self._workers:
             with suppress(TimeoutError):
-                self._sender.send(EXIT, check)
+                self._send(check, "exit")
         for worker in self._workers:
             worker.process.join(max(deadline - time.monotonic(), 0))
 

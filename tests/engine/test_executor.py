@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import pickle
 import shutil
 import signal
 import time
@@ -148,7 +147,7 @@ def test_the_rank_that_died_first_is_named(victims: list[int], tiny_qwen3: Path)
 def test_worker_that_raises(tiny_qwen3: Path) -> None:
     llm = make_llm(tiny_qwen3)
     assert isinstance(llm._runner, TensorParallelExecutor)
-    llm._runner._ranks.workers.send(pickle.dumps("no batch"))
+    llm._runner._ranks.workers.send("launch", "no batch")
     with pytest.raises(RankDiedError, match=r"(?s)rank 1 .* code 1: it raised\nTrace.*Attribute"):
         greedy_ids(llm, PROMPTS, NUM_TOKENS)
     check_dead(llm)
@@ -216,7 +215,7 @@ def test_exit_with_a_worker_that_is_stopped(
     assert isinstance(llm._runner, TensorParallelExecutor)
     kill(parts(llm)[1][0], signal.SIGSTOP)
     for _ in range(NUM_SLOTS):
-        llm._runner._ranks.workers.send(b"unread")
+        llm._runner._ranks.workers.send("launch", "unread")
     start = time.monotonic()
     llm.exit()
     assert time.monotonic() - start < 3
