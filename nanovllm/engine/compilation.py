@@ -1,7 +1,7 @@
-"""Compiles kernels beside one another: Triton lets other threads run meanwhile.
+"""Compiles Triton kernels side by side: Triton lets other threads run while it compiles.
 
-A launch compiles what it needs, so these are launches of which nobody reads the results. What is
-not among them is compiled by the first step that needs it, while everything waits.
+A kernel is compiled by its first call, so this makes calls whose results nobody reads. A kernel
+that is not among them is compiled by the first step that needs it, while everything waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,31 +13,32 @@ import torch
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import Context
 
-Launch = Callable[[], object]
+KernelCall = Callable[[], object]
 
 
-def compile_together(launches: Sequence[Launch], device: torch.device) -> None:
-    """Makes the launches, each in a thread, on the current stream. Kernels should be of different
-    kinds: two launches would both compile one."""
+def compile_together(calls: Sequence[KernelCall], device: torch.device) -> None:
+    """Makes the calls, each in a thread, on the current stream; raises what one of them raised.
+
+    Each should need another kernel: two threads would both compile the same one.
+    """
     stream = torch.cuda.current_stream(device)
 
-    def make(launch: Launch) -> None:
+    def make(call: KernelCall) -> None:
         with torch.cuda.stream(stream), torch.inference_mode():
-            launch()
+            call()
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(make, launches))  # raises what a launch raised
+        list(pool.map(make, calls))
 
 
-def attention_launches(attention: Attention, sizes: Sequence[int]) -> list[Launch]:
-    """Decode attention for so many sequences each, with empty contexts."""
+def decode_attention_calls(attention: Attention, sizes: Sequence[int]) -> list[KernelCall]:
+    """Returns calls of decode attention for batches of these sizes, with empty contexts."""
     assert attention.backend is not None
     decode, caches = attention.backend.decode, (attention.k_cache, attention.v_cache)
-    launches: list[Launch] = []
+    calls: list[KernelCall] = []
     for size in sizes:
         q = caches[0].new_zeros(size, attention.num_heads, attention.head_dim)
         lens = torch.zeros(size, dtype=torch.int32, device=q.device)
-        tables = lens.unsqueeze(1)
-        context = Context(lens.long(), lens, tables, max_seqlen_k=1)
-        launches.append(partial(decode, q, *caches, attention.scale, context))
-    return launches
+        context = Context(lens.long(), lens, lens.unsqueeze(1), max_seqlen_k=1)
+        calls.append(partial(decode, q, *caches, attention.scale, context))
+    return calls

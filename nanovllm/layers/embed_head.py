@@ -4,16 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import linear, reordered
+from nanovllm.layers.linear import linear
+from nanovllm.layers.onednn import dense, reordered
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows [first_id, first_id + share) of the embedding; other ids give zeros, for the norm that
-    follows to sum over the ranks.
+    """This rank's share of the embedding, the ids from `first_id` on; other ids give zeros.
 
-    The shares are equal: the last rank's may be padded with rows that no id has.
+    So the norm that follows can sum over the ranks. The weights of all ranks have one shape: those
+    of the last ranks may end in rows that belong to no id.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         weight: nn.Parameter | None = None,
     ) -> None:
-        """`weight` is another module's to share, None for an own one."""
+        """weight: the parameter of another module to share; None makes a new one."""
         super().__init__()
         self.group = group
         share = -(-vocab_size // group.size)
@@ -35,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
         set_weight_loader(self.weight, WeightLoader({None: shard}))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [t] -> [t, hidden_size]"""
+        """input_ids int64 [t] -> [t, hidden_size]"""
         if self.group.size == 1:
             return F.embedding(input_ids, self.weight)
         if input_ids.is_cuda:
@@ -48,13 +49,30 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits over this rank's rows, -inf for padding. A tied head gets the embedding's weight."""
+    """The logits of this rank's share of the ids, -inf for padding.
+
+    embedding: the embedding whose weight a tied head shares; None for a head of its own.
+    """
+
+    def __init__(
+        self,
+        group: TPGroup,
+        vocab_size: int,
+        hidden_size: int,
+        embedding: VocabParallelEmbedding | None = None,
+    ) -> None:
+        tied = None if embedding is None else embedding.weight
+        super().__init__(group, vocab_size, hidden_size, tied)
+        self._tied = (tied,)  # in a tuple, so that the module has the parameter once
+
+    def start_loading(self) -> None:
+        self.weight = self._tied[0] if self._tied[0] is not None else dense(self.weight)
 
     def finish_loading(self) -> None:
-        self.weight = reordered(self.weight)  # a tied embedding keeps its own, to look up rows
+        self.weight = reordered(self.weight)  # the embedding keeps its own, to look up rows
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, share], of token ids from `first_id` on"""
+        """hidden [n, hidden_size] -> logits [n, share] of the token ids from `first_id` on"""
         logits = linear(hidden, self.weight)
         if self.num_ids < len(self.weight):
             logits[:, self.num_ids :] = float("-inf")

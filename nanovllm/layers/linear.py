@@ -5,7 +5,6 @@ has a summand of the result, for the norm that follows to sum. Weights are [outp
 features].
 """
 
-import platform
 from typing import ClassVar, Protocol
 
 import torch
@@ -13,122 +12,76 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.onednn import dense, onednn_linear, reordered
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
-KEPT_MEMORY = 0.25  # of the host's, for others and the K/V pool
 
-
-class Product(Protocol):
-    """A way to multiply few rows, of kernels/linear.py."""
+class Matmul(Protocol):
+    """A kernel that multiplies few tokens by a weight; kernels/matmul.py has them."""
 
     @property
-    def is_gated(self) -> bool: ...
+    def has_silu_epilogue(self) -> bool:
+        """Whether the result is SiLU(gate) * up of the product."""
+        ...
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [t, size], weight [n, size] -> [t, n], or partial sums of it, fp32 [..., t, n], or if
-        `is_gated` SiLU(gate) * up of it, [t, n / 2]"""
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [t, size], weight [n, size] -> x W^T, [t, n]; its split-K partial sums, fp32
+        [split_k, t, n]; or with the SiLU epilogue [t, n / 2]."""
         ...
 
 
-# Largest number of rows, and how to multiply those; ascending. None is torch's own way.
-Products = tuple[tuple[int, Product | None], ...]
+# (most tokens, the matmul for so many), ascending; None is torch's own matmul.
+MatmulTable = tuple[tuple[int, Matmul | None], ...]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T (+ bias), as x; the weight may be `reordered`."""
-    if not weight.is_mkldnn:
-        return F.linear(x, weight, bias)
-    if x.dtype != weight.dtype:
-        bias = None if bias is None else bias.to(weight.dtype)
-        return linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return out
+    """Computes x W^T (+ bias) by torch or, for a weight in oneDNN's layout, by oneDNN."""
+    return onednn_linear(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
 
 
-def reordered(weight: nn.Parameter) -> nn.Parameter:
-    """A copy in oneDNN's own layout, in which CPUs multiply small batches about twice as fast;
-    `to_dense()` undoes it. In fp32 where a CPU lacks instructions for half precision, which makes
-    the product several times as fast, if there is memory to spare. Else, if oneDNN cannot multiply
-    in half precision at all, the weight itself."""
-    dtype = weight.dtype
-    if weight.device.type != "cpu" or not _has_onednn():
-        return weight
-    data: torch.Tensor = weight
-    if (
-        weight.itemsize == 2
-        and not _has_instructions(dtype)
-        and _has_memory_for(8 * weight.numel())
-    ):
-        data = weight.float()  # two copies for a moment
-    elif not _can_multiply(dtype):
-        return weight
-    return nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(data), requires_grad=False)
+class Linear(nn.Module):
+    """y = x W^T (+ bias).
 
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-
-
-def _has_memory_for(num_bytes: int) -> bool:
-    memory = host_memory()
-    return memory.available - num_bytes > KEPT_MEMORY * memory.total
-
-
-def _can_multiply(dtype: torch.dtype) -> bool:
-    """Whether oneDNN can on this CPU, in this dtype."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
-
-
-def _has_instructions(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies in this dtype, of half precision, rather than to convert to fp32,
-    as it does with bf16 on CPUs whose AVX-512 is without."""
-    has_bf16 = True
-    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        # Not there before torch 2.5.
-        has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)()
-    return has_bf16 and _can_multiply(dtype)
-
-
-class TunableLinear(nn.Module):
-    """y = x W^T (+ bias), on a GPU for few rows by the fastest of `products`."""
+    On a GPU the engine's autotuning fills `matmuls`; more tokens than it covers go through torch.
+    On a CPU the weight is kept in oneDNN's layout between loads.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    products: Products = ()
-    leaves_partial_sums: ClassVar[bool] = False  # whether y may be summands of it: see `RMSNorm`
-    is_gated: ClassVar[bool] = False  # whether SiLU(gate) * up follows
+    matmuls: MatmulTable = ()
+    # Whether a norm follows, which adds up the partial sums of split-K: see `RMSNorm`.
+    can_leave_partial_sums: ClassVar[bool] = False
+    is_gated: ClassVar[bool] = False  # whether the result is SiLU(gate) * up of the product
 
     @property
     def is_tunable(self) -> bool:
         return self.weight.is_cuda and self.weight.itemsize == 2 and self.bias is None
 
+    def start_loading(self) -> None:
+        self.weight = dense(self.weight)
+
     def finish_loading(self) -> None:
         self.weight = reordered(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.products:
+        """x [..., size] -> [..., n]"""
+        if not self.matmuls:
             return self.multiply(x, None)
-        product = next((product for limit, product in self.products if len(x) <= limit), None)
-        return self.multiply(x, product)
+        return self.multiply(x, next((m for most, m in self.matmuls if len(x) <= most), None))
 
-    def multiply(self, x: torch.Tensor, product: Product | None) -> torch.Tensor:
-        """The result for x [..., size], by this way to multiply; None is torch's own."""
-        if product is None:
+    def multiply(self, x: torch.Tensor, matmul: Matmul | None) -> torch.Tensor:
+        """Computes the layer's result by this matmul; None is torch's own."""
+        if matmul is None:
             return linear(x, self.weight, self.bias)
-        return product.multiply(x, self.weight)
+        return matmul(x, self.weight)
 
 
-class MergedColumnParallelLinear(TunableLinear):
-    """Several column-parallel projections of one input as one product.
+class MergedColumnParallelLinear(Linear):
+    """Several column-parallel projections of one input, computed as one matmul.
 
     parts: checkpoint module name -> its output features over all ranks. The result is the
-    concatenation of the ranks' shares, [..., sum(parts) / group.size].
+    concatenation of this rank's shares, [..., sum(parts) / group.size].
     """
 
     def __init__(
@@ -147,28 +100,28 @@ class MergedColumnParallelLinear(TunableLinear):
             set_weight_loader(param, WeightLoader(shards))
 
     def _share(self, group: TPGroup, name: str, size: int) -> tuple[int, int]:
-        """This rank's number of output features of a part, and the first of them."""
+        """Returns how many output features of a part this rank has, and the first of them."""
         share = group.share(size, f"output features of {name}")
         return share, group.rank * share
 
 
 class GatedLinear(MergedColumnParallelLinear):
-    """SiLU(gate) * up of an input's gate and up projections, [..., size / group.size]."""
+    """The gate and up projections of SwiGLU and their SiLU(gate) * up, [..., size / group.size]."""
 
     is_gated = True
 
     def __init__(self, group: TPGroup, input_size: int, size: int) -> None:
         super().__init__(group, input_size, {"gate_proj": size, "up_proj": size})
 
-    def multiply(self, x: torch.Tensor, product: Product | None) -> torch.Tensor:
-        out = super().multiply(x, product)
-        return out if product is not None and product.is_gated else silu_and_mul(out)
+    def multiply(self, x: torch.Tensor, matmul: Matmul | None) -> torch.Tensor:
+        out = super().multiply(x, matmul)
+        return out if matmul is not None and matmul.has_silu_epilogue else silu_and_mul(out)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections as one; the result splits into q | k | v.
+    """The query, key and value projections as one matmul; the result is q | k | v.
 
-    With fewer K/V heads than ranks each is held by several ranks: those of its query heads.
+    With fewer K/V heads than ranks, several ranks hold the same head: those with its query heads.
     """
 
     def __init__(
@@ -201,11 +154,14 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         return share, group.rank // self.num_replicas * share
 
 
-class RowParallelLinear(TunableLinear):
-    """This rank's summand of y = x W^T (+ bias), x and W being split along the input features; rank
-    0's has the bias. Of few rows it may be several summands, fp32 [n, ...]."""
+class RowParallelLinear(Linear):
+    """This rank's summand of y = x W^T (+ bias): x and W are split along the input features.
 
-    leaves_partial_sums = True
+    Only rank 0 adds the bias. A split-K matmul leaves the summand as partial sums, fp32
+    [split_k, t, n]; the norm that follows adds up both kinds of sums.
+    """
+
+    can_leave_partial_sums = True
 
     def __init__(
         self, group: TPGroup, input_size: int, output_size: int, *, bias: bool = False
@@ -218,7 +174,7 @@ class RowParallelLinear(TunableLinear):
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
         set_weight_loader(self.weight, WeightLoader({None: shard}, dim=1))
 
-    def multiply(self, x: torch.Tensor, product: Product | None) -> torch.Tensor:
-        if product is None:
+    def multiply(self, x: torch.Tensor, matmul: Matmul | None) -> torch.Tensor:
+        if matmul is None:
             return linear(x, self.weight, self.bias if self.group.rank == 0 else None)
-        return super().multiply(x, product)
+        return super().multiply(x, matmul)

@@ -32,12 +32,23 @@ class SliceableTensor(Protocol):
 
 
 @runtime_checkable
-class FinishesLoading(Protocol):
-    """A module that computes with its parameters in another form than checkpoints have."""
+class TransformsWeights(Protocol):
+    """A module that computes with its parameters in another layout than checkpoints have."""
+
+    def start_loading(self) -> None:
+        """Brings the parameters into the checkpoint's layout, in which they can be filled."""
+        ...
 
     def finish_loading(self) -> None:
-        """Changes them to that form; called once, when they have been loaded."""
+        """Brings the parameters into the layout that the module computes with."""
         ...
+
+
+class Parameterized(Protocol):
+    """The part of `nn.Module` that loading needs."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+    def named_parameters(self) -> Iterator[tuple[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,13 @@ class WeightLoader:
 
 def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
     param.weight_loader = loader  # type: ignore[attr-defined]
+
+
+def keep_weight_loader(param: nn.Parameter, previous: nn.Parameter) -> nn.Parameter:
+    """Gives `param`, which takes the place of `previous`, its weight loader; returns `param`."""
+    if hasattr(previous, "weight_loader"):
+        set_weight_loader(param, previous.weight_loader)
+    return param
 
 
 def _weight_loader(param: nn.Parameter) -> WeightLoader:
@@ -162,15 +180,21 @@ class Checkpoint:
         return is_tied
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
-    """Fills every parameter of `model`; `ValueError` if the checkpoint does not match exactly."""
+def load_model(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
+    """Fills every parameter of `model`, which may have been loaded before.
+
+    Raises `ValueError` if the checkpoint does not match exactly: before anything is changed if the
+    names of the tensors show it.
+    """
+    transforming = [m for m in model.modules() if isinstance(m, TransformsWeights)]
+    for module in transforming:
+        module.start_loading()
     _fill(model, checkpoint, packed_modules)
-    for module in model.modules():
-        if isinstance(module, FinishesLoading):
-            module.finish_loading()
+    for module in transforming:
+        module.finish_loading()
 
 
-def _fill(model: nn.Module, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
+def _fill(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
     sources = _sources(model, packed_modules)
     _check_names(checkpoint, set(sources))
     for name, tensor in checkpoint.tensors(set(sources)):
@@ -182,7 +206,7 @@ def _fill(model: nn.Module, checkpoint: Checkpoint, packed_modules: PackedModule
 
 
 def _sources(
-    model: nn.Module, packed_modules: PackedModules
+    model: Parameterized, packed_modules: PackedModules
 ) -> dict[str, tuple[nn.Parameter, str | None]]:
     """Checkpoint tensor name -> the parameter that it fills, and which part of it."""
     sources: dict[str, tuple[nn.Parameter, str | None]] = {}

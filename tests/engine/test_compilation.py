@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.compilation import attention_launches, compile_together
+from nanovllm.engine.compilation import compile_together, decode_attention_calls
 from nanovllm.engine.warm_up import warm_up_batches
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory
@@ -48,7 +48,7 @@ def test_attention_is_launched_with_empty_contexts() -> None:
     attention = Attention(num_heads=4, num_kv_heads=2, head_dim=64)
     caches = torch.full((2, 3, 16, 2, 64), float("nan"), device=DEVICE)
     attention.bind(TritonBackend(), *caches)
-    outs = [launch() for launch in attention_launches(attention, [1, 5])]
+    outs = [call() for call in decode_attention_calls(attention, [1, 5])]
     for out, size in zip(outs, (1, 5), strict=True):
         assert torch.equal(out, torch.zeros(size, 4, 64, device=DEVICE))
 
@@ -80,9 +80,9 @@ COUNT_COMPILATIONS = """
 import random, sys, threading
 from triton import knobs
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import tuning
+from nanovllm.engine import autotune
 
-tuning.MARGIN = 1e9  # one of our own products, however slow
+autotune.MARGIN = 1e9  # one of our own matmuls, however slow
 compiled = []
 threads = set()
 

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import cpu
-from nanovllm.layers import linear as linear_module
+from nanovllm.layers import onednn
 from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend
-from nanovllm.layers.linear import linear, reordered
+from nanovllm.layers.linear import linear
+from nanovllm.layers.onednn import reordered
 from nanovllm.utils import host_memory as host_memory_module
 from nanovllm.utils.context import Context
 from nanovllm.utils.host_memory import HostMemory, host_memory
@@ -60,7 +61,7 @@ def test_reordered_weights_give_the_same_product(
     dtype: torch.dtype, can_multiply: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_multiply:
-        monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: dtype == torch.float32)
+        monkeypatch.setattr(onednn, "_can_multiply", lambda dtype: dtype == torch.float32)
     torch.manual_seed(0)
     dense = nn.Parameter(torch.randn(72, 40, dtype=dtype), requires_grad=False)
     weight = reordered(dense)
@@ -82,32 +83,32 @@ def test_bf16_that_onednn_only_converts_counts_as_none(
     capability: str, has_bf16: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On AVX2 it says that it can only where there are instructions."""
-    monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: True)
+    monkeypatch.setattr(onednn, "_can_multiply", lambda dtype: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16, raising=False)
-    assert linear_module._has_instructions(torch.bfloat16) == expected
-    assert linear_module._has_instructions(torch.float16)
+    assert onednn._has_instructions(torch.bfloat16) == expected
+    assert onednn._has_instructions(torch.float16)
 
 
-@pytest.mark.skipif(not linear_module._has_onednn(), reason="weights stay as they are")
+@pytest.mark.skipif(not onednn._has_onednn(), reason="weights stay as they are")
 def test_weights_stay_as_they_are_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_can_multiply", lambda dtype: dtype == torch.float32)
-    monkeypatch.setattr(linear_module, "host_memory", lambda: HostMemory(1200, 4000))
+    monkeypatch.setattr(onednn, "_can_multiply", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(onednn, "host_memory", lambda: HostMemory(1200, 4000))
     for size, is_kept in ((4, False), (6, True)):  # 128 bytes for two in fp32, 288
         weight = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16), requires_grad=False)
         assert (reordered(weight) is weight) == is_kept
 
 
 @pytest.mark.skipif(
-    not (linear_module._has_onednn() and linear_module._can_multiply(torch.bfloat16)),
+    not (onednn._has_onednn() and onednn._can_multiply(torch.bfloat16)),
     reason="oneDNN cannot multiply in bf16",
 )
 @pytest.mark.parametrize(("available", "dtype"), [(4000, torch.float32), (1000, torch.bfloat16)])
 def test_bf16_without_instructions_becomes_fp32_where_memory_allows(
     available: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_module, "_has_instructions", lambda dtype: False)
-    monkeypatch.setattr(linear_module, "host_memory", lambda: HostMemory(available, 4000))
+    monkeypatch.setattr(onednn, "_has_instructions", lambda dtype: False)
+    monkeypatch.setattr(onednn, "host_memory", lambda: HostMemory(available, 4000))
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16), requires_grad=False)
     assert reordered(weight).is_mkldnn
     assert reordered(weight).dtype == dtype

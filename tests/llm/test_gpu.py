@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import tuning
+from nanovllm.engine import autotune
 from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.linear import Linear
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.helpers.reference import HuggingFace, greedy_ids
 
@@ -80,11 +81,11 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
     """Prefills the prompts in rows of their own and decodes the rest -> logits as `truth`."""
     block_size = runner.config.kvcache_block_size
     width = -(-(PROMPT + FORCED) // block_size)
-    rows = list(range(NUM_SEQS))
+    rows, greedy = list(range(NUM_SEQS)), SamplingParams(temperature=0)
     chunks = []
     for row, ids in zip(rows, token_ids, strict=True):
         table = [row * width + i for i in range(width)]
-        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, init=RowInit(0.0, 0, table)))
+        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, init=RowInit(greedy, 0, table)))
     runner.launch(ScheduledBatch(rows, rows, chunks, [], PROMPT)).token_ids()
 
     def step(rows: torch.Tensor) -> torch.Tensor:
@@ -98,7 +99,8 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
                 step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
-            runner.rows.last_tokens[:NUM_SEQS] = torch.tensor([ids[i] for ids in token_ids]).cuda()
+            forced = torch.tensor([ids[i] for ids in token_ids]).cuda()
+            runner.rows.sampling.last_tokens[:NUM_SEQS] = forced
             logits.append(step(device_rows)[:NUM_SEQS].clone())
         return torch.stack(logits)
 
@@ -160,37 +162,44 @@ def test_any_max_num_seqs_with_graphs(
 
 
 @pytest.mark.parametrize("kind", ["qkv_proj", "gate_up_proj", "down_proj"])
-def test_tuned_products_are_as_good(
+def test_autotuned_matmuls_are_as_good(
     kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every number of rows, the fastest of ours; a second engine chooses no other."""
-    monkeypatch.setattr(tuning, "MARGIN", 1e9)
-    monkeypatch.setattr(tuning, "_chosen", {})
+    """For every number of tokens, the fastest of ours."""
+    monkeypatch.setattr(autotune, "MARGIN", 1e9)
     sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
-    chosen = []
-    for _ in range(2):
-        with LLM(str(checkpoint), dtype="bfloat16", **sizes) as llm:
-            assert llm._runner is not None
-            layer = llm._runner.model.model.layers[1]
-            linear = getattr(layer.self_attn if kind == "qkv_proj" else layer.mlp, kind)
-            chosen.append(linear.products)
-            for num_rows in (1, 16, 17, 64, 65):
-                x = torch.randn(num_rows, linear.weight.shape[1]).cuda().bfloat16()
-                out = linear(x).float()
-                out = out if out.dim() == 2 else out.sum(0)
-                expected = x.float() @ linear.weight.float().T
-                if linear.is_gated:
-                    expected = silu_and_mul(expected)
-                assert relative_error(out, expected.cpu()) < 5e-3
-    assert [limit for limit, _ in chosen[0]] == [16, 64]
-    assert all(product is not None for _, product in chosen[0])
-    assert chosen[0] == chosen[1]
+    with LLM(str(checkpoint), dtype="bfloat16", **sizes) as llm:
+        linear = linear_of(llm, kind)
+        assert [most for most, _ in linear.matmuls] == [16, 64]
+        assert all(matmul is not None for _, matmul in linear.matmuls)
+        for num_tokens in (1, 16, 17, 64, 65):
+            x = torch.randn(num_tokens, linear.weight.shape[1]).cuda().bfloat16()
+            out = linear(x).float()
+            out = out if out.dim() == 2 else out.sum(0)
+            expected = x.float() @ linear.weight.float().T
+            if linear.is_gated:
+                expected = silu_and_mul(expected)
+            assert relative_error(out, expected.cpu()) < 5e-3
 
 
-def test_construction_leaves_the_users_random_numbers_alone(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("config", [{"autotune_matmul": False}, {"enforce_eager": True}])
+def test_matmuls_are_torchs_own_without_autotuning(
+    config: dict[str, bool], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(autotune, "MARGIN", 1e9)
+    sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
+    with LLM(str(checkpoint), dtype="bfloat16", **sizes, **config) as llm:
+        assert linear_of(llm, "qkv_proj").matmuls == ()
+
+
+def linear_of(llm: LLM, kind: str) -> Linear:
+    assert llm._runner is not None
+    layer = llm._runner.model.model.layers[1]
+    linear: Linear = getattr(layer.self_attn if kind == "qkv_proj" else layer.mlp, kind)
+    return linear
+
+
+def test_construction_leaves_the_users_random_numbers_alone(checkpoint: Path) -> None:
     state = torch.cuda.get_rng_state()
     LLM(str(checkpoint), dtype="bfloat16", num_kvcache_blocks=64, max_num_seqs=8).exit()
     assert torch.equal(torch.cuda.get_rng_state(), state)
