@@ -2,15 +2,17 @@
 
 from transformers import PretrainedConfig
 
+from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.qwen3 import Qwen2ForCausalLM, Qwen3ForCausalLM
 
-MODELS: dict[str, type[Qwen3ForCausalLM]] = {
+MODELS: dict[str, type[CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 
 
-def model_class(hf_config: PretrainedConfig) -> type[Qwen3ForCausalLM]:
+def model_class(hf_config: PretrainedConfig) -> type[CausalLM]:
+    """Returns the class for the config's first known architecture, else raises `ValueError`."""
     names = list(hf_config.architectures or [])
     for name in names:
         if name in MODELS:

@@ -1,230 +1,24 @@
-"""Qwen3 (arXiv:2505.09388) and Qwen2 (arXiv:2407.10671): pre-norm decoders with grouped queries.
+"""Qwen3 (arXiv:2505.09388) and Qwen2 (arXiv:2407.10671), which differ in attention only."""
 
-They differ in attention only: Qwen3 normalises each query and key head before RoPE and has biases
-only if the config says so, Qwen2 has biases on q, k and v and no head norms. Residual adds are
-deferred: a layer returns (its output, the residual stream before it is added), the next norm adds.
-So is the sum of the ranks' parts of an output: the norm makes it too.
-Module names are those of the checkpoints, so that parameters find their tensors by name.
-"""
-
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import nn
 from transformers import PretrainedConfig
 
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import GatedLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
-from nanovllm.utils.context import Context
-from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.loader import PackedModules
+from nanovllm.models.decoder import AttentionSpec, DecoderForCausalLM, resolve_head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What differs between the architectures."""
-
-    head_dim: int
-    qk_norm: bool
-    qkv_bias: bool
-    o_bias: bool
-
-
-class Qwen3Attention(nn.Module):
-    def __init__(
-        self,
-        hf_config: PretrainedConfig,
-        group: TPGroup,
-        spec: AttentionSpec,
-        rotary: RotaryEmbedding,
-    ) -> None:
-        super().__init__()
-        head_dim, eps = spec.head_dim, hf_config.rms_norm_eps
-        num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(
-            group,
-            hf_config.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            bias=spec.qkv_bias,
-        )
-        self.o_proj = RowParallelLinear(
-            group, num_heads * head_dim, hf_config.hidden_size, bias=spec.o_bias
-        )
-        self.q_norm = RMSNorm(head_dim, eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, eps) if spec.qk_norm else None
-        self.rotary = rotary
-        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm, self.k_norm
-        qkv = self.qkv_proj(hidden)
-        attended = self.attn(qkv, positions, context, self.rotary, norms)
-        out: torch.Tensor = self.o_proj(attended if wanted is None else attended[wanted])
-        return out
-
-
-class Qwen3MLP(nn.Module):
-    def __init__(self, hf_config: PretrainedConfig, group: TPGroup) -> None:
-        super().__init__()
-        size = hf_config.intermediate_size
-        group.share(size, "intermediate_size")
-        self.gate_up_proj = GatedLinear(group, hf_config.hidden_size, size)
-        self.down_proj = RowParallelLinear(group, size, hf_config.hidden_size)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))
-        return out
-
-
-class Qwen3DecoderLayer(nn.Module):
-    def __init__(
-        self,
-        hf_config: PretrainedConfig,
-        group: TPGroup,
-        spec: AttentionSpec,
-        rotary: RotaryEmbedding,
-    ) -> None:
-        super().__init__()
-        self.self_attn = Qwen3Attention(hf_config, group, spec, rotary)
-        self.mlp = Qwen3MLP(hf_config, group)
-        self.input_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
-        self.post_attention_layernorm = RMSNorm(
-            hf_config.hidden_size, hf_config.rms_norm_eps, group
-        )
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`wanted`, int64 [m]: the tokens that the result is for, None for all."""
-        hidden, residual = self.input_layernorm.add_forward(hidden, residual)
-        hidden = self.self_attn(hidden, positions, context, wanted)
-        residual = residual if wanted is None else residual[wanted]
-        hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
-        return self.mlp(hidden), residual
-
-
-class Qwen3Model(nn.Module):
-    def __init__(self, hf_config: PretrainedConfig, group: TPGroup, spec: AttentionSpec) -> None:
-        super().__init__()
-        rotary = RotaryEmbedding(
-            spec.head_dim, hf_config.max_position_embeddings, rope_theta(hf_config)
-        )
-        self.embed_tokens = VocabParallelEmbedding(
-            group, hf_config.vocab_size, hf_config.hidden_size
-        )
-        self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(hf_config, group, spec, rotary)
-            for _ in range(hf_config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
-        hidden = self.embed_tokens(input_ids)
-        residual = None
-        for layer in self.layers[:-1]:
-            hidden, residual = layer(hidden, residual, positions, context)
-        # The last layer's K/V is all that is needed of the other tokens.
-        hidden, residual = self.layers[-1](hidden, residual, positions, context, wanted)
-        hidden, _ = self.norm.add_forward(hidden, residual)
-        return hidden
-
-
-class Qwen3ForCausalLM(nn.Module):
-    """tie_word_embeddings: what the checkpoint turned out to hold, whatever its config says."""
-
-    packed_modules_mapping: ClassVar[PackedModules] = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    }
-
-    def __init__(
-        self, hf_config: PretrainedConfig, group: TPGroup, *, tie_word_embeddings: bool
-    ) -> None:
-        super().__init__()
-        _check_supported(hf_config)
-        self.model = Qwen3Model(hf_config, group, self.attention_spec(hf_config))
-        self.lm_head = ParallelLMHead(
-            group,
-            hf_config.vocab_size,
-            hf_config.hidden_size,
-            weight=self.model.embed_tokens.weight if tie_word_embeddings else None,
-        )
+class Qwen3ForCausalLM(DecoderForCausalLM):
+    """Normalises each query and key head; its projections have biases if the config says so."""
 
     @staticmethod
     def attention_spec(hf_config: PretrainedConfig) -> AttentionSpec:
         bias = hf_config.attention_bias
         return AttentionSpec(resolve_head_dim(hf_config), qk_norm=True, qkv_bias=bias, o_bias=bias)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """int64 [t], int64 [t] -> hidden states after the final norm, [t, hidden_size], or only
-        those of the tokens `wanted`, int64 [m], [m, hidden_size]"""
-        hidden: torch.Tensor = self.model(input_ids, positions, context, wanted)
-        return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> this rank's [n, vocab_size / ranks], from `lm_head.first_id` on"""
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """Has biases on q, k and v always, and no head norms."""
 
-
-class Qwen2ForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def attention_spec(hf_config: PretrainedConfig) -> AttentionSpec:
         return AttentionSpec(
             resolve_head_dim(hf_config), qk_norm=False, qkv_bias=True, o_bias=False
         )
-
-
-def resolve_head_dim(hf_config: PretrainedConfig) -> int:
-    head_dim: int | None = getattr(hf_config, "head_dim", None)
-    return head_dim or hf_config.hidden_size // hf_config.num_attention_heads
-
-
-def _check_supported(hf_config: PretrainedConfig) -> None:
-    """Refuses what would silently give other text."""
-    if hf_config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
-    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-        )
-    layer_types = getattr(hf_config, "layer_types", None)
-    if layer_types is None:  # transformers before 4.53
-        has_window = hf_config.use_sliding_window and hf_config.sliding_window is not None
-        is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
-    else:
-        is_sliding = any(kind != "full_attention" for kind in layer_types)
-    if is_sliding:
-        raise ValueError("sliding-window attention is not supported; only full attention is")

@@ -1,0 +1,227 @@
+"""The pre-norm decoder that model families share: grouped-query attention, RoPE and SwiGLU.
+
+Residual adds are deferred: a layer returns its output and the residual stream before that output is
+added, and the next norm adds. The norm also sums the ranks' parts of an output. Module names are
+those of the checkpoints, so that parameters find their tensors by name.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import GatedLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
+from nanovllm.utils.context import Context
+from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.loader import PackedModules
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How the attention of a family differs from that of others.
+
+    qk_norm: each query and key head passes an RMSNorm before RoPE.
+    """
+
+    head_dim: int
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+
+
+class DecoderAttention(nn.Module):
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        group: TPGroup,
+        spec: AttentionSpec,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        super().__init__()
+        head_dim, eps = spec.head_dim, hf_config.rms_norm_eps
+        num_heads, num_kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        self.qkv_proj = QKVParallelLinear(
+            group,
+            hf_config.hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            bias=spec.qkv_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            group, num_heads * head_dim, hf_config.hidden_size, bias=spec.o_bias
+        )
+        self.q_norm = RMSNorm(head_dim, eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if spec.qk_norm else None
+        self.rotary = rotary
+        self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm, self.k_norm
+        qkv = self.qkv_proj(hidden)
+        attended = self.attn(qkv, positions, context, self.rotary, norms)
+        out: torch.Tensor = self.o_proj(attended if wanted is None else attended[wanted])
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down_proj(SiLU(gate_proj(x)) * up_proj(x)), known as SwiGLU."""
+
+    def __init__(self, group: TPGroup, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        group.share(intermediate_size, "intermediate_size")
+        self.gate_up_proj = GatedLinear(group, hidden_size, intermediate_size)
+        self.down_proj = RowParallelLinear(group, intermediate_size, hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        group: TPGroup,
+        spec: AttentionSpec,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        super().__init__()
+        size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
+        self.self_attn = DecoderAttention(hf_config, group, spec, rotary)
+        self.mlp = GatedMLP(group, size, hf_config.intermediate_size)
+        self.input_layernorm = RMSNorm(size, eps, group)
+        self.post_attention_layernorm = RMSNorm(size, eps, group)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden and residual [t, hidden_size] -> both of the `wanted` tokens, None for all."""
+        hidden, residual = self.input_layernorm.add_forward(hidden, residual)
+        hidden = self.self_attn(hidden, positions, context, wanted)
+        residual = residual if wanted is None else residual[wanted]
+        hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Decoder(nn.Module):
+    def __init__(self, hf_config: PretrainedConfig, group: TPGroup, spec: AttentionSpec) -> None:
+        super().__init__()
+        rotary = RotaryEmbedding(
+            spec.head_dim, hf_config.max_position_embeddings, rope_theta(hf_config)
+        )
+        self.embed_tokens = VocabParallelEmbedding(
+            group, hf_config.vocab_size, hf_config.hidden_size
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(hf_config, group, spec, rotary) for _ in range(hf_config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            # The last layer's K/V is all that is needed of the other tokens.
+            of_layer = wanted if index == last else None
+            hidden, residual = layer(hidden, residual, positions, context, of_layer)
+        hidden, _ = self.norm.add_forward(hidden, residual)
+        return hidden
+
+
+class DecoderForCausalLM(nn.Module):
+    """A `CausalLM` made of the blocks above; a family says what its attention is like."""
+
+    packed_modules_mapping: ClassVar[PackedModules] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(
+        self, hf_config: PretrainedConfig, group: TPGroup, *, tie_word_embeddings: bool
+    ) -> None:
+        super().__init__()
+        check_supported(hf_config)
+        self.model = Decoder(hf_config, group, self.attention_spec(hf_config))
+        self.lm_head = ParallelLMHead(
+            group,
+            hf_config.vocab_size,
+            hf_config.hidden_size,
+            embedding=self.model.embed_tokens if tie_word_embeddings else None,
+        )
+
+    @staticmethod
+    def attention_spec(hf_config: PretrainedConfig) -> AttentionSpec:
+        """Reads from the config what this family's attention is like."""
+        raise NotImplementedError
+
+    @property
+    def first_id(self) -> int:
+        return self.lm_head.first_id
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        return [module for module in self.modules() if isinstance(module, Attention)]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        hidden: torch.Tensor = self.model(input_ids, positions, context, wanted)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+
+def resolve_head_dim(hf_config: PretrainedConfig) -> int:
+    head_dim: int | None = getattr(hf_config, "head_dim", None)
+    return head_dim or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def check_supported(hf_config: PretrainedConfig) -> None:
+    """Raises `ValueError` for a config with which the blocks above would give wrong text."""
+    if hf_config.hidden_act != "silu":
+        raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
+    layer_types = getattr(hf_config, "layer_types", None)
+    if layer_types is None:  # transformers before 4.53
+        has_window = hf_config.use_sliding_window and hf_config.sliding_window is not None
+        is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
+    else:
+        is_sliding = any(kind != "full_attention" for kind in layer_types)
+    if is_sliding:
+        raise ValueError("sliding-window attention is not supported; only full attention is")
