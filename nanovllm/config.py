@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import importlib.util
 import logging
 import re
 from dataclasses import dataclass, field, fields
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from nanovllm.sampling_params import MAX_SEED
+
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_SEED = 2**64 - 1
+BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching", "async_scheduling")
 
 
 @dataclass(slots=True)
@@ -26,7 +29,9 @@ class Config:
     max_num_seqs: sequences resident at a time, hence the largest decode batch.
     max_model_len: prompt plus completion; capped at the model's max_position_embeddings.
     gpu_memory_utilization: fraction of the GPU's memory that this engine may use, in (0, 1].
-    enforce_eager: no CUDA graphs, and no products chosen by measurement.
+    enforce_eager: no CUDA graphs.
+    autotune_matmul: the matmuls of captured decode steps are chosen by measurement; off, they are
+        torch's own.
     num_kvcache_blocks: size of the K/V pool; -1 measures.
     tensor_parallel_size: GPUs (or on the CPU processes) that share the model: cuda:0 and on.
     device, dtype, attention_backend: "auto" takes the best there is, the checkpoint's, the fastest.
@@ -43,6 +48,7 @@ class Config:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    autotune_matmul: bool = True
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
     device: str = "auto"
@@ -57,7 +63,7 @@ class Config:
 
     @classmethod
     def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
-        """As the constructor, but an unknown keyword's TypeError suggests the near match."""
+        """Makes a `Config`; the `TypeError` about an unknown keyword suggests the near match."""
         known = [f.name for f in fields(cls) if f.init and f.name != "model"]
         for name in kwargs:
             if name not in known:
@@ -80,8 +86,13 @@ class Config:
         self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
         self._cap_max_model_len()
 
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The K/V blocks of a request of `max_model_len` tokens."""
+        return -(-self.max_model_len // self.kvcache_block_size)
+
     def on_rank(self, rank: int) -> "Config":
-        """The same for another rank: rank r runs on cuda:r."""
+        """Returns a copy for another rank; rank r runs on cuda:r."""
         config = copy.copy(self)
         if self.torch_device.type == "cuda":
             config.torch_device = torch.device("cuda", rank)
@@ -117,7 +128,7 @@ class Config:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
         if not isinstance(self.attention_backend, str):
             raise TypeError(f"attention_backend must be a str, got {self.attention_backend!r}")
-        for name in ("enforce_eager", "enable_prefix_caching", "async_scheduling"):
+        for name in BOOLEANS:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -168,6 +179,11 @@ def _resolve_device(device: object) -> torch.device:
         return torch.device("cpu")
     if not has_cuda:
         raise ValueError(f"device={device!r}, but torch sees no CUDA GPU; use 'cpu' or 'auto'")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            f"device={str(device)!r} needs the package triton, which is not installed; "
+            "pip install triton, or use device='cpu'"
+        )
     index = int(device[5:]) if device[5:] else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ValueError(f"device={device!r}, but there are {torch.cuda.device_count()} GPUs")

@@ -13,18 +13,20 @@ LARGEST_BUCKET = 512
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then multiples of 8, of 16 from 256 on; `max_num_seqs` itself is always one, up to
-    `LARGEST_BUCKET`."""
+    """Returns 1, 2, 4, then multiples of 8, of 16 from 256 on, up to `LARGEST_BUCKET`.
+
+    The last one is `max_num_seqs` itself, if it is not larger than that.
+    """
     largest = min(max_num_seqs, LARGEST_BUCKET)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_BUCKET + 1, 16)]
     return [size for size in sizes if size < largest] + [largest]
 
 
 class DecodeGraphs:
-    """Captures `step`, which maps rows int64 [n] to sampled ids int64 [n], for every size.
+    """One graph for each size of `step`, which maps rows int64 [n] to sampled ids int64 [n].
 
-    On the current stream, which must not be the device's default one; a stream of its own would
-    take workspaces of its own.
+    The graphs are captured on the current stream, which must not be the device's default one;
+    another stream would take workspaces of its own.
     """
 
     def __init__(
@@ -51,14 +53,39 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest captured size that holds `num_rows`, None if there is none."""
+        """Returns the smallest captured size that holds `num_rows`, None if there is none."""
         index = bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
     def replay(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows int64 [size], a captured one, padded with -1 -> sampled ids, int64 [size], valid
-        until the next replay."""
+        """rows int64 [size], padded with -1 to a captured size -> sampled ids int64 [size].
+
+        The result is valid until the next replay.
+        """
         size = len(rows)
         self._rows[:size].copy_(rows)
         self._graphs[size].replay()
         return self._sampled[size]
+
+
+def graph_bytes(
+    capture: Callable[[Sequence[int]], DecodeGraphs], sizes: Sequence[int], device: torch.device
+) -> int:
+    """Returns the GPU memory that graphs of all `sizes`, ascending, will take.
+
+    All share the memory of the largest, and each has nodes of its own. Both are measured on the two
+    largest, by the device's free memory: torch's statistics do not count them.
+    """
+    frees = [_free_bytes(device)]
+    for count in (1, 2):
+        graphs = capture(sizes[-count:])
+        frees.append(_free_bytes(device))
+        del graphs
+    first, second = frees[0] - frees[1], frees[0] - frees[2]
+    return first + max(second - first, 0) * (len(sizes) - 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

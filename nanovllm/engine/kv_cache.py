@@ -1,12 +1,15 @@
-"""How many K/V blocks an engine gets, and their memory."""
+"""The K/V pool of one rank: what a block takes, how many blocks there are, and their memory."""
 
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
 
 logger = logging.getLogger(__name__)
@@ -16,14 +19,85 @@ GIB = 2**30
 LEFT_FREE = GIB // 4  # on a GPU that others fill: the driver takes some in pieces of its own
 
 
-def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int:
-    """Blocks in the pool: as configured, else as many as `pool_bytes` holds.
+class KVCache:
+    """Owns the pool and binds each attention layer to its part of it.
 
-    block_bytes: K and V of one block over all layers. `ValueError` if the pool cannot hold one
-    request of `max_model_len` tokens, or what is configured does not fit.
+    One pool holds the K and V of all layers, [2, layers, num_blocks, block_size, kv_heads,
+    head_dim], in the model's dtype.
     """
-    need = -(-config.max_model_len // config.kvcache_block_size)  # blocks for one request
-    affordable = pool_bytes // block_bytes
+
+    def __init__(
+        self,
+        config: Config,
+        layers: Sequence[Attention],
+        backend: AttentionBackend,
+        group: TPGroup,
+    ) -> None:
+        self.num_blocks = 0
+        self._config = config
+        self._layers = layers
+        self._backend = backend
+        self._group = group
+
+    @property
+    def block_bytes(self) -> int:
+        """The memory of one block: K and V of all layers."""
+        return math.prod(self._shape(num_blocks=1)) * self._config.torch_dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replaces the pool by one of `num_blocks` zeroed blocks, and binds the layers to it."""
+        for layer in self._layers:  # frees the previous pool first
+            layer.bind(self._backend, torch.empty(0), torch.empty(0))
+        pool = _zeros(self._shape(num_blocks), self._config.torch_dtype, self._config.torch_device)
+        for layer, k_cache, v_cache in zip(self._layers, pool[0], pool[1], strict=True):
+            layer.bind(self._backend, k_cache, v_cache)
+        self.num_blocks = num_blocks
+
+    def allocate_on_cpu(self) -> None:
+        """Sizes the pool by the host's memory, of which all ranks take their part."""
+        pool_bytes = int(host_memory().available * CPU_MEMORY_SHARE) // self._group.size
+        self._allocate_within(pool_bytes)
+
+    def allocate_on_gpu(self, free_at_start: int, working_bytes: int) -> None:
+        """Sizes the pool by what the engine's share of the GPU leaves.
+
+        free_at_start: free memory before the engine took any, so that what others use does not
+            count.
+        working_bytes: what steps and graphs will need beyond what is in use now.
+        """
+        free, total = torch.cuda.mem_get_info(self._config.torch_device)
+        used = free_at_start - free
+        pool_bytes = free - LEFT_FREE
+        if self._config.num_kvcache_blocks == -1:
+            share = int(total * self._config.gpu_memory_utilization)
+            pool_bytes = min(pool_bytes, share - used)
+            logger.info(
+                "GPU share %.2f GiB of %.2f: %.2f in use, %.2f for steps and graphs",
+                share / GIB,
+                total / GIB,
+                used / GIB,
+                working_bytes / GIB,
+            )
+        self._allocate_within(pool_bytes - working_bytes)
+
+    def _allocate_within(self, pool_bytes: int) -> None:
+        """pool_bytes: for this rank's pool; the smallest of all ranks counts."""
+        pool_bytes = self._group.min(pool_bytes)
+        self.allocate(resolve_num_blocks(self._config, self.block_bytes, pool_bytes))
+
+    def _shape(self, num_blocks: int) -> tuple[int, ...]:
+        layer = self._layers[0]
+        block = (self._config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
+        return 2, len(self._layers), num_blocks, *block
+
+
+def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int:
+    """Returns the number of blocks: as configured, else as many as `pool_bytes` holds.
+
+    Raises `ValueError` if the pool cannot hold one request of `max_model_len` tokens, or if what is
+    configured does not fit.
+    """
+    need, affordable = config.max_blocks_per_seq, pool_bytes // block_bytes
     if config.num_kvcache_blocks != -1:
         num_blocks = config.num_kvcache_blocks
         if num_blocks > affordable and config.torch_device.type == "cuda":
@@ -36,7 +110,7 @@ def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int
     else:
         num_blocks = max(min(config.max_num_seqs * need, affordable), need)
     if num_blocks < need:
-        raise ValueError(_pool_too_small(config, max(num_blocks, 0), need, block_bytes, pool_bytes))
+        raise ValueError(_pool_too_small(config, max(num_blocks, 0), block_bytes, pool_bytes))
     logger.info(
         "K/V pool: %d blocks of %d tokens, %.2f GiB",
         num_blocks,
@@ -46,10 +120,8 @@ def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int
     return num_blocks
 
 
-def _pool_too_small(
-    config: Config, num_blocks: int, need: int, block_bytes: int, pool_bytes: int
-) -> str:
-    size = config.kvcache_block_size
+def _pool_too_small(config: Config, num_blocks: int, block_bytes: int, pool_bytes: int) -> str:
+    size, need = config.kvcache_block_size, config.max_blocks_per_seq
     message = (
         f"the K/V pool of {num_blocks} blocks x {size} tokens cannot hold one request of "
         f"max_model_len={config.max_model_len} tokens, which takes {need} blocks; "
@@ -65,35 +137,11 @@ def _pool_too_small(
     )
 
 
-def cpu_pool_bytes() -> int:
-    return int(host_memory().available * CPU_MEMORY_SHARE)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros, not empty memory: what attention masks out must still be finite.
 
-
-def cuda_pool_bytes(config: Config, free_at_start: int, working_bytes: int) -> int:
-    """What this engine's share of the GPU leaves for the pool (negative if nothing).
-
-    free_at_start: free memory before the engine took any, so that what others use does not count.
-    working_bytes: what steps and graphs will need beyond what is in use now.
+    On the CPU, memory is mapped when it is first touched, which `torch.zeros` would not do.
     """
-    free, total = torch.cuda.mem_get_info(config.torch_device)
-    used = free_at_start - free
-    free -= LEFT_FREE
-    if config.num_kvcache_blocks != -1:
-        return free - working_bytes
-    share = int(total * config.gpu_memory_utilization)
-    logger.info(
-        "GPU share %.2f GiB of %.2f: %.2f in use, %.2f for steps and graphs",
-        share / GIB,
-        total / GIB,
-        used / GIB,
-        working_bytes / GIB,
-    )
-    return min(share - used, free) - working_bytes
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not empty: what attention masks out must still be finite. On the CPU memory is mapped
-    when it is first touched, as torch.zeros would not do."""
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
