@@ -16,11 +16,10 @@ from benchmarks.profiling import (
     recorded,
     rows_of,
 )
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.attention import Attention
 
 # Batch and mean context of decode steps on the way through bench.py's default workload.
 DECODE_CASES = ((256, 632), (126, 1035), (37, 1450), (4, 1586))
@@ -108,9 +107,9 @@ class _DecodeLoop:
         width = _blocks_for(llm, longest)
         tables = np.random.default_rng(0).permutation(batch * width).reshape(batch, width).tolist()
         self._num_blocks = batch * width
-        rows = list(range(batch))
+        rows, params = list(range(batch)), SamplingParams(temperature=temperature)
         chunks = [
-            PrefillChunk(num - 1, [0], is_last=True, init=RowInit(temperature, row, table))
+            PrefillChunk(num - 1, [0], is_last=True, init=RowInit(params, row, table))
             for row, num, table in zip(rows, lens, tables, strict=True)
         ]
         self._start = ScheduledBatch(rows, rows, chunks, [], max_context_len=max(lens))
@@ -121,10 +120,9 @@ class _DecodeLoop:
         over the first of the pool, all of random K/V (zeros run faster than data)."""
         self.synchronize()
         with torch.inference_mode():
-            for layer in self._local_runner().model.modules():
-                if isinstance(layer, Attention):
-                    layer.k_cache[: self._num_blocks].normal_()
-                    layer.v_cache[: self._num_blocks].normal_()
+            for layer in self._local_runner().model.attention_layers:
+                layer.k_cache[: self._num_blocks].normal_()
+                layer.v_cache[: self._num_blocks].normal_()
         self.synchronize()
         self._runner.launch(self._start).token_ids()
 

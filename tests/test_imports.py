@@ -13,15 +13,15 @@ MODULES = sorted((ROOT / "nanovllm").rglob("*.py"))
 LEAVES = {"config", "outputs", "sampling_params"}
 # Part of the package -> the parts it may import, itself apart.
 ALLOWED = {
-    "utils": set[str](),
-    "kernels": set[str](),
+    "utils": {"sampling_params"},
+    "kernels": {"utils"},
     "layers": {"utils", "kernels"},
     "models": {"utils", "layers"},
     "engine": {"utils", "kernels", "layers", "models"} | LEAVES,
     "llm": {"engine"} | LEAVES,
     "report": {"config", "kernels", "layers", "models", "utils"},
     "__init__": {"llm"} | LEAVES,
-} | {leaf: set[str]() for leaf in LEAVES}
+} | {"config": {"sampling_params"}, "outputs": set[str](), "sampling_params": set[str]()}
 # Package -> the path prefixes that may import it.
 CONFINED = {
     "triton": ("kernels/",),
@@ -87,7 +87,7 @@ def test_the_torch_free_modules_exist() -> None:
     ("module", "source"),
     [
         ("utils/context.py", "from nanovllm.config import Config"),
-        ("kernels/norm.py", "import nanovllm.utils.context"),
+        ("kernels/norm.py", "import nanovllm.layers.linear"),
         ("layers/linear.py", "from nanovllm.models import qwen3"),
         ("layers/linear.py", "def f():\n    import triton.language as tl"),
         ("models/qwen3.py", "from nanovllm.engine.batch import ScheduledBatch"),

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from nanovllm.sampling_params import SamplingParams
+
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
@@ -18,7 +20,7 @@ class RowInit:
     block_table: every block of the sequence's known tokens.
     """
 
-    temperature: float
+    sampling_params: SamplingParams
     seed: int
     block_table: list[int]
 

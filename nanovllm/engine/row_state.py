@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.batch import BlockGrowth, RowInit, ScheduledBatch
 from nanovllm.engine.staging import HostToDevice
 from nanovllm.utils.context import Context
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.sampling_state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +29,15 @@ class StepInputs:
 
 
 class RowState:
-    """Per-row state of up to `max_num_seqs` residents with up to `max_num_blocks` blocks each."""
+    """The rows of up to `max_num_seqs` residents: block tables and what they sample with."""
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        group: TPGroup,
-    ) -> None:
-        self.block_size = block_size
+    def __init__(self, config: Config, group: TPGroup) -> None:
+        max_num_seqs, device = config.max_num_seqs, config.torch_device
+        self.block_size = config.kvcache_block_size
         self._to_device = HostToDevice(device, group)
-        # Tokens in the cache, and the one that follows them.
-        self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        self.sampling = SamplingState.zeros(max_num_seqs, device)
         self.block_tables = torch.zeros(
-            max_num_seqs, max_num_blocks, dtype=torch.int32, device=device
+            max_num_seqs, config.max_blocks_per_seq, dtype=torch.int32, device=device
         )
 
     def prefill_inputs(
@@ -76,7 +68,7 @@ class RowState:
                 np.array(batch.rows)[is_last],
             )
         )
-        self.context_lens[rows] = context_lens
+        self.sampling.context_lens[rows] = context_lens
         context_lens = context_lens.to(torch.int32)
         context = Context(
             slot_mapping=self._slots(token_rows, positions),
@@ -103,16 +95,17 @@ class RowState:
     def decode_inputs(self, rows: torch.Tensor, max_context_len: int) -> StepInputs:
         """The next token of each of `rows`, int64 [n], -1 for padding (on CUDA); counts it as
         cached. max_context_len: a bound on the context lengths, this token included."""
+        state = self.sampling
         if rows.is_cuda:
             from nanovllm.kernels.rows import decode_inputs
 
             input_ids, positions, slots, context_lens, tables = decode_inputs(
-                rows, self.last_tokens, self.context_lens, self.block_tables, self.block_size
+                rows, state.last_tokens, state.context_lens, self.block_tables, self.block_size
             )
         else:
-            input_ids, positions = self.last_tokens[rows], self.context_lens[rows]
+            input_ids, positions = state.last_tokens[rows], state.context_lens[rows]
             slots, tables = self._slots(rows, positions), self._tables(rows, max_context_len)
-            self.context_lens[rows] = positions + 1
+            state.context_lens[rows] = positions + 1
             context_lens = (positions + 1).to(torch.int32)
         context = Context(
             slot_mapping=slots,
@@ -127,14 +120,13 @@ class RowState:
         tables = np.zeros((len(inits), width), dtype=np.int64)
         for i, init in enumerate(inits):
             tables[i, : len(init.block_table)] = init.block_table
-        index, seeds, temperatures, table = self._to_device.send(
-            np.array(rows),
-            np.array([init.seed for init in inits], dtype=np.uint64).view(np.int64),
-            np.array([init.temperature for init in inits], dtype=np.float64).view(np.int64),
-            tables.ravel(),
+        columns = self.sampling.columns(
+            [init.sampling_params for init in inits], [init.seed for init in inits]
         )
-        self.seeds[index] = seeds
-        self.temperatures[index] = temperatures.view(torch.float64).to(torch.float32)
+        index, table, *columns_on_device = self._to_device.send(
+            np.array(rows), tables.ravel(), *columns
+        )
+        self.sampling.start(index, *columns_on_device)
         self.block_tables[index, :width] = table.view(len(inits), width).to(torch.int32)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

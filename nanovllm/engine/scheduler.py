@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from nanovllm.engine.batch import BlockGrowth, PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence
 
 
 class Scheduler:
@@ -78,7 +78,6 @@ class Scheduler:
             seq.token_ids.append(token_id)
             if self._ends(seq, token_id):
                 self._release(seq)
-                seq.status = SequenceStatus.FINISHED
                 finished.append(seq)
                 del self.running[seq_id], self._unfinished[seq_id]
         return finished
@@ -88,7 +87,6 @@ class Scheduler:
         aborted = [self._unfinished.pop(i) for i in seq_ids if i in self._unfinished]
         for seq in aborted:
             self._release(seq)
-            seq.status = SequenceStatus.FINISHED
             self.running.pop(seq.seq_id, None)
         if aborted:
             self.waiting = deque(seq for seq in self.waiting if seq.seq_id in self._unfinished)
@@ -124,7 +122,7 @@ class Scheduler:
                 if not self._free_rows or not self.block_manager.allocate(seq):
                     break
                 seq.row = self._free_rows.pop()
-                init = RowInit(seq.temperature, seq.seed, list(seq.block_table))
+                init = RowInit(seq.sampling_params, seq.seed, list(seq.block_table))
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
@@ -134,7 +132,6 @@ class Scheduler:
             seq.num_computed_tokens = end
             if is_last:
                 seq.num_tokens += 1
-                seq.status = SequenceStatus.RUNNING
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
         return self._batch(seqs, chunks, []) if seqs else None
@@ -177,12 +174,11 @@ class Scheduler:
         self.block_manager.free(seq)
         self._free_rows.append(seq.row)
         seq.row = None
-        seq.status = SequenceStatus.WAITING
         seq.num_computed_tokens = 0
         seq.num_tokens = len(seq.token_ids)
 
     def _ends(self, seq: Sequence, token_id: int) -> bool:
-        if token_id in self.stop_token_ids and not seq.ignore_eos:
+        if token_id in self.stop_token_ids and not seq.sampling_params.ignore_eos:
             seq.finish_reason = "stop"
         elif len(seq.token_ids) >= seq.max_num_tokens:
             seq.finish_reason = "length"

@@ -6,18 +6,11 @@ Computed tokens chase known tokens: scheduling a step advances `num_computed_tok
 """
 
 from array import array
-from enum import Enum, auto
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 NO_BLOCKS: list[int] = []  # the table of all that wait: replaced on admission, never appended to
-
-
-class SequenceStatus(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
 
 
 class Sequence:
@@ -29,6 +22,7 @@ class Sequence:
         again. For its sake too, a waiting sequence holds no other object of its own.
     num_tokens: known tokens plus one that is being sampled.
     num_computed_tokens: leading tokens whose K/V is, or with the launched steps will be, cached.
+    sampling_params: the caller's own object, which all prompts of a call may share.
     max_num_tokens: prompt and completion never exceed this.
     seed: 64 bits that key the sampling noise.
     row: index in the runner's per-row state while resident, else None.
@@ -40,17 +34,15 @@ class Sequence:
         "block_hashes",
         "block_table",
         "finish_reason",
-        "ignore_eos",
         "max_num_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_tokens",
         "row",
+        "sampling_params",
         "seed",
         "seq_id",
-        "status",
-        "temperature",
         "token_ids",
     )
 
@@ -64,7 +56,6 @@ class Sequence:
         seed: int,
     ) -> None:
         self.seq_id = seq_id
-        self.status = SequenceStatus.WAITING
         self.token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(prompt_token_ids)
@@ -72,8 +63,7 @@ class Sequence:
         self.max_num_tokens = min(
             self.num_prompt_tokens + sampling_params.max_tokens, max_model_len
         )
-        self.temperature = float(sampling_params.temperature)
-        self.ignore_eos = sampling_params.ignore_eos
+        self.sampling_params = sampling_params
         self.seed = seed
         self.row: int | None = None
         self.block_table = NO_BLOCKS

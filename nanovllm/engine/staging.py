@@ -8,12 +8,12 @@ import time
 import numpy as np
 import torch
 
-from nanovllm.engine.ipc import wait_until
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import TIMEOUT, PeerLostError
+from nanovllm.utils.waiting import wait_until
 
 NUM_BUFFERS = 4
-ALIGNMENT = 2  # int64 elements: Triton specialises on 16-byte alignment, so every array gets it
+ALIGNMENT = 2  # elements: Triton specialises on 16-byte alignment, so every array gets it
 
 
 class _PinnedBuffer:
@@ -40,7 +40,7 @@ def wait_for(event: torch.cuda.Event, group: TPGroup) -> None:
 
 
 class HostToDevice:
-    """Sends int64 arrays."""
+    """Sends arrays of 8-byte numbers."""
 
     def __init__(self, device: torch.device, group: TPGroup) -> None:
         self._device = device
@@ -48,19 +48,28 @@ class HostToDevice:
         self._buffers: list[_PinnedBuffer] = []
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """The arrays as int64 device tensors, by one copy."""
+        """Sends arrays [n], each of its own n, in one copy -> float64 tensors [n] of those that are
+        float64, int64 tensors of the others."""
+        is_float = [array.dtype == np.float64 for array in arrays]
+        arrays = tuple(
+            array if keep else array.astype(np.int64, copy=False)
+            for array, keep in zip(arrays, is_float, strict=True)
+        )
         if self._device.type != "cuda":
-            return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays]
+            return [torch.from_numpy(array) for array in arrays]
         sizes = [-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]
         buffer = self._next_buffer(sum(sizes))
         offset = 0
         for array, size in zip(arrays, sizes, strict=True):
-            buffer.array[offset : offset + len(array)] = array
+            buffer.array[offset : offset + len(array)] = array.view(np.int64)
             offset += size
         device_tensor = buffer.tensor[:offset].to(self._device, non_blocking=True)
         buffer.copied.record()
         pieces = device_tensor.split(sizes)
-        return [piece[: len(array)] for piece, array in zip(pieces, arrays, strict=True)]
+        return [
+            (piece.view(torch.float64) if keep else piece)[: len(array)]
+            for piece, array, keep in zip(pieces, arrays, is_float, strict=True)
+        ]
 
     def _next_buffer(self, size: int) -> _PinnedBuffer:
         """The least recently used buffer, free for refilling, of at least `size` elements."""

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.utils.sampling_state import SamplingState
+
 TILE = 256  # a warp's, which can skip it without asking others
 STAGES = 3  # tiles on their way
 TARGET_PROGRAMS = 4096  # what fills the GPU; fewer, longer chunks skip more tiles
@@ -144,18 +146,14 @@ def _best_of_row_kernel(
 def sample(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    context_lens: torch.Tensor,
-    last_tokens: torch.Tensor,
+    state: SamplingState,
     first_id: int = 0,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Samples one token for each of `rows` and makes it the row's last token.
 
-    logits [n, vocab] of the ids from `first_id` on; rows int64 [n], -1 for padding, whose result is
-    arbitrary; the others are per-row state: context_lens, of the tokens before the sampled one, is
-    its position. gather: int32 [...] of each rank -> [ranks, ...], None for one rank.
+    logits [n, vocab] of the ids from `first_id` on; rows int64 [n] of `state`, -1 for padding,
+    whose result is arbitrary. gather: int32 [...] of each rank -> [ranks, ...], None for one rank.
     -> token ids int64 [n]
     """
     n, vocab = logits.shape
@@ -168,9 +166,9 @@ def sample(
     _best_of_chunk_kernel[(n, num_chunks)](
         logits,
         rows,
-        temperatures,
-        seeds,
-        context_lens,
+        state.temperatures,
+        state.seeds,
+        state.context_lens,
         best[0].view(torch.float32),
         best[1],
         vocab,
@@ -185,7 +183,7 @@ def sample(
     _best_of_row_kernel[(n,)](
         best_of_ranks,
         rows,
-        last_tokens,
+        state.last_tokens,
         sampled,
         num_chunks,
         best.shape[1],

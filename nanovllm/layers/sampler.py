@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.sampling_state import SamplingState
 
 _MASK32 = 0xFFFFFFFF
 ROWS_AT_A_TIME = 16  # the noise of a row takes some 50 bytes for each id of the vocabulary
@@ -57,27 +58,24 @@ def gumbel_noise(
 
 
 def best_tokens(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    first_id: int = 0,
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, first_id: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token drawn for each row and its score; temperature 0 takes the largest logit, ties the
-    lowest id.
+    """Draws a token for each row; temperature 0 takes the largest logit, of equals the lowest id.
 
-    logits [n, v] of the token ids from `first_id` on; temperatures fp32, seeds int64, positions
-    int64 of the tokens being sampled, [n] each -> scores fp32 [n], token ids int64 [n]
+    logits [n, v] of the token ids from `first_id` on; rows int64 [n] of `state`
+    -> scores fp32 [n], token ids int64 [n]
     """
     scores, index = logits.max(dim=-1)
     scores = scores.float()
-    random_rows = (temperatures > 0).nonzero().squeeze(1)
-    if len(random_rows):
+    temperatures = state.temperatures[rows]
+    seeds, positions = state.seeds[rows], state.context_lens[rows]
+    is_random = (temperatures > 0).nonzero().squeeze(1)
+    if len(is_random):
         token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-        for rows in random_rows.split(ROWS_AT_A_TIME):
-            noise = gumbel_noise(seeds[rows], positions[rows], token_ids)
-            noisy = logits[rows].float() / temperatures[rows].unsqueeze(1) + noise
-            scores[rows], index[rows] = noisy.max(dim=-1)
+        for part in is_random.split(ROWS_AT_A_TIME):
+            noise = gumbel_noise(seeds[part], positions[part], token_ids)
+            noisy = logits[part].float() / temperatures[part].unsqueeze(1) + noise
+            scores[part], index[part] = noisy.max(dim=-1)
     return scores, index + first_id
 
 
@@ -94,33 +92,26 @@ class Sampler(nn.Module):
         self.first_id = first_id
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        temperatures: torch.Tensor,
-        seeds: torch.Tensor,
-        context_lens: torch.Tensor,
-        last_tokens: torch.Tensor,
+        self, logits: torch.Tensor, rows: torch.Tensor, state: SamplingState
     ) -> torch.Tensor:
-        """logits [n, v] of the ids from `first_id` on; rows int64 [n], -1 for padding (on CUDA
-        only; its result is arbitrary). The others are per-row state: `context_lens`, of the tokens
-        before, is the position sampled, `last_tokens` takes the result. -> ids int64 [n]"""
+        """Samples a token for each of `rows` and writes it to `state.last_tokens`.
+
+        logits [n, v] of the token ids from `first_id` on; rows int64 [n], -1 for padding, which
+        only CUDA graphs have and whose result is arbitrary -> token ids int64 [n]
+        """
         if logits.is_cuda:
             from nanovllm.kernels import sampler
 
             gather = self._gather if self.group.size > 1 else None
-            state = (temperatures, seeds, context_lens, last_tokens)
-            return sampler.sample(logits, rows, *state, self.first_id, gather)
-        scores, token_ids = best_tokens(
-            logits, temperatures[rows], seeds[rows], context_lens[rows], self.first_id
-        )
+            return sampler.sample(logits, rows, state, self.first_id, gather)
+        scores, token_ids = best_tokens(logits, rows, state, self.first_id)
         if self.group.size > 1:
             # fp64 holds both exactly; ranks hold ascending ids, and max takes the first of equals.
             pairs = torch.stack((scores.double(), token_ids.double()), dim=-1)
             gathered = self.group.all_gather(pairs)  # [size, n, 2]
             winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # [1, n]
             token_ids = gathered[..., 1].gather(0, winner)[0].long()
-        last_tokens[rows] = token_ids
+        state.last_tokens[rows] = token_ids
         return token_ids
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:

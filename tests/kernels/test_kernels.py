@@ -1,7 +1,7 @@
 """Each Triton kernel but those of attention against its torch counterpart."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,13 +11,14 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.sampler import best_tokens
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.sampling_state import SamplingState
 from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dtypes, randn
 
 pytest.importorskip("triton")
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.embedding import embed_share
 from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.kernels.linear import CANDIDATES, Slices, Tiling
+from nanovllm.kernels.matmul import CANDIDATES, LibrarySplitK, TritonMatmul
 from nanovllm.kernels.rows import decode_inputs
 from nanovllm.kernels.sampler import sample
 
@@ -41,29 +42,29 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("product", {p: 0 for ps in CANDIDATES.values() for p in ps}, ids=str)
-def test_products(product: Tiling | Slices, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("matmul", {m: 0 for ms in CANDIDATES.values() for m in ms}, ids=str)
+def test_matmuls(matmul: TritonMatmul | LibrarySplitK, dtype: torch.dtype) -> None:
     weight = randn(256, 1024, dtype=dtype)
-    if not product.fits(weight):
+    if not matmul.supports(weight):
         pytest.skip("for other GPUs")
-    for num_rows in (1, 70) + (16, 200) * HAS_GPU:
-        x = randn(num_rows, 1024, dtype=dtype, seed=num_rows)
-        out, expected = product.multiply(x, weight), x.float() @ weight.float().T
-        if product.splits > 1:
-            assert out.shape == (product.splits, num_rows, 256)
+    for num_tokens in (1, 70) + (16, 200) * HAS_GPU:
+        x = randn(num_tokens, 1024, dtype=dtype, seed=num_tokens)
+        out, expected = matmul(x, weight), x.float() @ weight.float().T
+        if matmul.split_k > 1:
+            assert out.shape == (matmul.split_k, num_tokens, 256)
             assert out.dtype == torch.float32
             out = out.sum(0)
-        if product.is_gated:
+        if matmul.has_silu_epilogue:
             expected = torch_silu_and_mul(expected.cpu().to(dtype)).to(DEVICE)
         assert_close(out.to(dtype), expected, dtype)
 
 
-def test_a_tiling_fits_what_it_divides() -> None:
-    tiling = Tiling(16, 64, 64, stages=3, warps=4, splits=2)
-    assert tiling.fits(torch.empty(192, 384, dtype=torch.float16))
-    assert not tiling.fits(torch.empty(96, 384, dtype=torch.float16))
-    assert not tiling.fits(torch.empty(192, 64 * 3, dtype=torch.float16))
-    assert not replace(tiling, stages=99).fits(torch.empty(192, 384, dtype=torch.float16))
+def test_a_matmul_supports_what_its_tiles_divide() -> None:
+    matmul = TritonMatmul(16, 64, 64, stages=3, warps=4, split_k=2)
+    assert matmul.supports(torch.empty(192, 384, dtype=torch.float16))
+    assert not matmul.supports(torch.empty(96, 384, dtype=torch.float16))
+    assert not matmul.supports(torch.empty(192, 64 * 3, dtype=torch.float16))
+    assert not replace(matmul, stages=99).supports(torch.empty(192, 384, dtype=torch.float16))
 
 
 @dtypes
@@ -90,6 +91,11 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     assert_close(silu_and_mul(gate_up), expected, dtype)
 
 
+def on_device(state: SamplingState) -> SamplingState:
+    tensors = {f.name: getattr(state, f.name).to(DEVICE) for f in fields(state)}
+    return SamplingState(**tensors)
+
+
 @dtypes
 @pytest.mark.parametrize("vocab", [500, 9001])
 def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
@@ -101,18 +107,14 @@ def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
     temperatures[rows[:6]] = 0
     seeds = torch.arange(num_rows) * 0x123456789ABCDEF - 2**62
     positions = torch.arange(num_rows) * 37
-    _, expected = best_tokens(logits.cpu(), temperatures[rows], seeds[rows], positions[rows])
+    last_tokens = torch.full((num_rows,), -7)
+    state = SamplingState(temperatures, seeds, positions, last_tokens)
+    _, expected = best_tokens(logits.cpu(), rows, state)
+    state = on_device(state)
+    last_tokens = state.last_tokens
     rows_on_device = rows.clone().to(DEVICE)
     rows_on_device[5] = -1
-    last_tokens = torch.full((num_rows,), -7, device=DEVICE)
-    ids = sample(
-        logits,
-        rows_on_device,
-        temperatures.to(DEVICE),
-        seeds.to(DEVICE),
-        positions.to(DEVICE),
-        last_tokens,
-    ).cpu()
+    ids = sample(logits, rows_on_device, state).cpu()
     valid = torch.arange(n) != 5
     assert torch.equal(ids[valid], expected[valid])
     assert expected[3] == 100
@@ -134,18 +136,17 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
     rows = torch.arange(n, device=DEVICE)
     temperatures = torch.tensor([0, 0, 0, 0, 0.5, 1, 1.5, 2], device=DEVICE)
     seeds, positions = rows * 0x123456789ABCDEF, rows * 37
-    state = (temperatures.cpu(), seeds.cpu(), positions.cpu())
-    _, expected = best_tokens(logits.cpu(), *state)
+    state = SamplingState(temperatures.cpu(), seeds.cpu(), positions.cpu(), rows.cpu())
+    _, expected = best_tokens(logits.cpu(), rows.cpu(), state)
     padded = torch.nn.functional.pad(logits, (0, num_ranks * share - vocab), value=float("-inf"))
     shares = [part.contiguous() for part in padded.split(share, dim=1)]
 
     def sample_on_each(gather: Callable[[torch.Tensor], torch.Tensor]) -> list[list[int]]:
         ids = []
         for rank, part in enumerate(shares):
-            last_tokens = torch.zeros_like(rows)
-            row_state = (temperatures, seeds, positions, last_tokens)
-            sampled = sample(part, rows, *row_state, first_id=rank * share, gather=gather)
-            assert torch.equal(sampled, last_tokens)
+            row_state = SamplingState(temperatures, seeds, positions, torch.zeros_like(rows))
+            sampled = sample(part, rows, row_state, first_id=rank * share, gather=gather)
+            assert torch.equal(sampled, row_state.last_tokens)
             ids.append(sampled.tolist())
         return ids
 
@@ -165,10 +166,9 @@ def test_sampler_gives_a_valid_id_where_no_logit_is_a_number(
     logits = torch.full((2, 5000), float("nan"), dtype=dtype, device=DEVICE)
     logits[1] = float("-inf")
     rows = torch.arange(2, device=DEVICE)
-    state = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
-    temperatures = torch.full((2,), temperature, device=DEVICE)
-    ids = sample(logits, rows, temperatures, state[0], state[1], state[2])
-    assert ids.tolist() == [0, 0]
+    state = SamplingState.zeros(2, DEVICE)
+    state.temperatures.fill_(temperature)
+    assert sample(logits, rows, state).tolist() == [0, 0]
 
 
 def test_decode_inputs() -> None:

@@ -8,12 +8,16 @@ from scipy import stats
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.sampler import best_tokens, gumbel_noise
+from nanovllm.utils.sampling_state import SamplingState
 
 NUM_DRAWS = 65536
 
 
-def sample(*args: torch.Tensor) -> torch.Tensor:
-    return best_tokens(*args)[1]
+def sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    state = SamplingState(temperatures, seeds, positions, torch.zeros_like(seeds))
+    return best_tokens(logits, torch.arange(len(seeds)), state)[1]
 
 
 def draw(logits: torch.Tensor, temperature: float, seeds: torch.Tensor) -> torch.Tensor:
