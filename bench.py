@@ -44,6 +44,7 @@ ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "enforce_eager",
+    "autotune_matmul",
     "enable_prefix_caching",
     "async_scheduling",
     "attention_backend",

@@ -2,14 +2,13 @@
 hidden states with the norm that follows, and a gather. How ranks meet: kernels/exchange.py.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.exchange import arguments, receive, sendable, settle, slot
 from nanovllm.kernels.layernorm import load_sum, normalised
+from nanovllm.utils.peer_memory import PeerMemory
 
 GATHER_WARPS = 4
 FEW_ROWS = 512  # about as many as run at once on an H200, with more threads for each
@@ -83,7 +82,11 @@ def sum_warps(num_rows: int, block: int, num_ranks: int) -> int:
 
 
 def all_reduce_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, peers: Any
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: PeerMemory,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` of the sum of all ranks' x, of which `residual` (or else x) takes the sum.
 
@@ -160,7 +163,7 @@ def _all_gather_kernel(
     tl.store(calls_ptr + row, call)
 
 
-def all_gather(x: torch.Tensor, peers: Any) -> torch.Tensor:
+def all_gather(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
     """int32 [...] of each rank -> [ranks, ...]; peers: a `PeerMemory` that holds twice x: words are
     sent as halves, of which none looks empty."""
     out = x.new_empty(peers.size, *x.shape)

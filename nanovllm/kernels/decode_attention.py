@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_launch import MAX_SPLITS, launch_for
+from nanovllm.kernels.decode_launch import MAX_SPLITS, decode_config
 
 BLOCKS = 32  # of which a program holds the ids at a time
 
@@ -29,7 +29,7 @@ def _decode_kernel(
     table_width,
     num_splits,
     GROUP: tl.constexpr,  # query heads per K/V head
-    ROWS: tl.constexpr,  # GROUP, padded for tl.dot
+    QUERIES: tl.constexpr,  # GROUP, padded for tl.dot
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,  # HEAD_DIM, padded
@@ -54,18 +54,18 @@ def _decode_kernel(
     block_tables_ptr += seq * table_stride
     block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
-    row = tl.arange(0, ROWS)
+    query = tl.arange(0, QUERIES)
     d = tl.arange(0, D)
-    is_row = row < GROUP
+    is_query = query < GROUP
     is_d = d < HEAD_DIM
-    q_mask = is_row[:, None] & is_d[None, :]
-    q_offset = (kv_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
+    q_mask = is_query[:, None] & is_d[None, :]
+    q_offset = (kv_head * GROUP + query)[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + seq * q_stride + q_offset, mask=q_mask, other=0.0)
 
     scale_log2 = scale * 1.4426950408889634
-    running_max = tl.full([ROWS], -1e30, tl.float32)  # finite: an empty split must not give NaN
-    running_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    running_max = tl.full([QUERIES], -1e30, tl.float32)  # finite: an empty split must not give NaN
+    running_sum = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, D], tl.float32)
     for first_block in range(start // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), BLOCKS):
         first_tile = tl.maximum(first_block * BLOCK_SIZE, start)
         last_end = tl.minimum((first_block + BLOCKS) * BLOCK_SIZE, end)
@@ -97,15 +97,15 @@ def _decode_kernel(
         block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
     out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
-    out_row = (seq * KV_HEADS * GROUP + kv_head * GROUP + row) * num_splits + split
+    part = (seq * KV_HEADS * GROUP + kv_head * GROUP + query) * num_splits + split
     tl.store(
-        out_ptr + out_row[:, None] * HEAD_DIM + d[None, :],
+        out_ptr + part[:, None] * HEAD_DIM + d[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=q_mask,
     )
     if IS_SPLIT:
         lse = tl.where(running_sum > 0, running_max + tl.log2(running_sum), float("-inf"))
-        tl.store(lse_ptr + out_row, lse, mask=is_row)
+        tl.store(lse_ptr + part, lse, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -149,16 +149,16 @@ def decode_attention(
     """
     n, num_heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    launch = launch_for(n * kv_heads)
-    splits = num_splits or launch.splits
+    config = decode_config(n * kv_heads)
+    splits = num_splits or config.splits
     padded = triton.next_power_of_2(head_dim)
     out = q.new_empty(n, num_heads, head_dim)
     is_split = splits > 1
     partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
     group = num_heads // kv_heads
-    rows = max(16, triton.next_power_of_2(group))
-    tile, stages, num_warps = launch.fitted(rows, padded, q)
+    queries = max(16, triton.next_power_of_2(group))
+    tile, stages, num_warps = config.fitted(queries, padded, q)
     _decode_kernel[(kv_heads, splits, n)](
         q,
         k_cache,
@@ -173,7 +173,7 @@ def decode_attention(
         block_tables.shape[1],
         splits,
         GROUP=group,
-        ROWS=rows,
+        QUERIES=queries,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         D=padded,

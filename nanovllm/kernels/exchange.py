@@ -22,6 +22,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nanovllm.utils.peer_memory import PeerMemory
+
 # Between looks at host memory. Should all programs look at once it takes long, and the peers wait
 # meanwhile: not so long that they look too, which would make this rank wait, and so on.
 POLLS = tl.constexpr(4096)
@@ -115,7 +117,7 @@ def settle(call_ptr, call):
     tl.debug_barrier()  # no thread sends before
 
 
-def arguments(peers: Any) -> tuple[Any, ...]:
+def arguments(peers: PeerMemory) -> tuple[Any, ...]:
     """What a kernel that exchanges rows is told of a `PeerMemory`."""
     slot_bytes = peers.num_rows * peers.row_bytes
     return peers.addresses, peers.calls, peers.is_aborted, slot_bytes, peers.row_bytes

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.tiles import attention_tile
 
-ROWS = 64  # queries per program: tokens times heads
+QUERIES = 64  # of a program: tokens times heads
 
 
 @triton.jit
@@ -56,27 +56,27 @@ def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, block_tables_ptr, cu_q_ptr, cu_k_ptr, out_ptr,
     scale, q_stride, kv_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
     IS_PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tokens: tl.constexpr = ROWS // GROUP
+    tokens: tl.constexpr = QUERIES // GROUP
     kv_head = tl.program_id(0)
     seq = tl.program_id(2)
     first_q = tl.load(cu_q_ptr + seq).to(tl.int64)
     len_q = (tl.load(cu_q_ptr + seq + 1) - first_q).to(tl.int32)
-    # Longest rows first: the last tile of a sequence sees the most keys.
+    # The longest first: the last tile of a sequence sees the most keys.
     tile_q = tl.cdiv(len_q, tokens) - 1 - tl.program_id(1)
     if tile_q < 0:
         return
     first_key = tl.load(cu_k_ptr + seq).to(tl.int64)
     len_k = (tl.load(cu_k_ptr + seq + 1) - first_key).to(tl.int32)
 
-    row = tl.arange(0, ROWS)
-    token = tile_q * tokens + row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    query = tl.arange(0, QUERIES)
+    token = tile_q * tokens + query // GROUP
+    head = kv_head * GROUP + query % GROUP
     d = tl.arange(0, D)
-    is_row = (row < tokens * GROUP) & (token < len_q)
-    mask = is_row[:, None] & (d < HEAD_DIM)[None, :]
+    is_query = (query < tokens * GROUP) & (token < len_q)
+    mask = is_query[:, None] & (d < HEAD_DIM)[None, :]
     q_offset = (first_q + token) * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=mask, other=0.0)
     position_q = len_k - len_q + token
@@ -85,9 +85,9 @@ def _prefill_kernel(
     full_end = num_seen // TILE * TILE
     last_end = tl.minimum(num_seen + tokens - 1, len_k)
 
-    acc = tl.zeros([ROWS, D], tl.float32)
-    running_sum = tl.zeros([ROWS], tl.float32)
-    running_max = tl.full([ROWS], -1e30, tl.float32)
+    acc = tl.zeros([QUERIES, D], tl.float32)
+    running_sum = tl.zeros([QUERIES], tl.float32)
+    running_max = tl.full([QUERIES], -1e30, tl.float32)
     table_ptr = block_tables_ptr + seq * table_stride
     scale_log2 = scale * 1.4426950408889634
     for tile_start in range(0, full_end, TILE):
@@ -127,16 +127,16 @@ def prefill_attention(
     padded = triton.next_power_of_2(head_dim)
     tile = min(64, attention_tile(padded, q.element_size()))
     is_wide = padded * q.element_size() > 512  # fp32 heads of 256: some GPUs hold no more of them
-    rows, stages = (ROWS // 2, 2) if is_wide else (ROWS, 3)
+    queries, stages = (QUERIES // 2, 2) if is_wide else (QUERIES, 3)
     group = num_heads // kv_heads
-    rows = max(rows, triton.next_power_of_2(group))
+    queries = max(queries, triton.next_power_of_2(group))
     out = q.new_empty(num_tokens, num_heads, head_dim)
-    grid = (kv_heads, triton.cdiv(max_seqlen_q, rows // group), len(cu_seqlens_q) - 1)
+    grid = (kv_heads, triton.cdiv(max_seqlen_q, queries // group), len(cu_seqlens_q) - 1)
     _prefill_kernel[grid](
         q, k, v, tables, cu_seqlens_q, cu_seqlens_k, out,
         scale, q.stride(0), k.stride(-3), tables.stride(0),
         HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, D=padded,
-        BLOCK_SIZE=block_size, ROWS=rows, TILE=tile, IS_PAGED=is_paged,
+        BLOCK_SIZE=block_size, QUERIES=queries, TILE=tile, IS_PAGED=is_paged,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=stages,

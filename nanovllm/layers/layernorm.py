@@ -32,13 +32,13 @@ class RMSNorm(nn.Module):
 
         x may come in parts, fp32 [n, t, size] on a GPU; their sum is rounded before anything else.
         """
-        num_rows, size = x.shape[-2:]
         if self.group.size > 1:
-            if self.group.sums_in_norm(num_rows, size * self.weight.itemsize):
+            num_tokens, size = x.shape[-2:]
+            peers = self.group.peers_for_sum(num_tokens, size * self.weight.itemsize)
+            if peers is not None:
                 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm
 
-                weight, peers = self.weight, self.group.peers
-                return all_reduce_add_rms_norm(x, residual, weight, self.eps, peers)
+                return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, peers)
             x = self.group.all_reduce(x)
         if x.is_cuda:
             from nanovllm.kernels.layernorm import add_rms_norm

@@ -64,11 +64,13 @@ class TPGroup:
         """Memory for one-shot exchanges between GPUs, if there is any."""
         return None if self.links is None else self.links.peers
 
-    def sums_in_norm(self, num_rows: int, row_bytes: int) -> bool:
-        """Whether a norm of so many rows can sum what it gets, over the ranks and over parts."""
-        if self.size == 1:
-            return True
-        return self.peers is not None and self.peers.suits_sum(num_rows, row_bytes)
+    def peers_for_sum(self, num_tokens: int, token_bytes: int) -> PeerMemory | None:
+        """Returns the memory through which a norm sums hidden states over the ranks, if it can.
+
+        token_bytes: the size of one token's hidden state.
+        """
+        peers = self.peers
+        return peers if peers is not None and peers.suits_sum(num_tokens, token_bytes) else None
 
     @property
     def gpu_bytes(self) -> int:

@@ -16,7 +16,7 @@ from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dt
 
 pytest.importorskip("triton")
 from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.decode_launch import LAUNCHES, launch_for
+from nanovllm.kernels.decode_launch import CONFIGS, decode_config
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.qkv import norm_rope_store
 
@@ -92,14 +92,14 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("num_programs", [1, 100, *(least for least, _ in LAUNCHES)])
+@pytest.mark.parametrize("num_programs", [1, 100, *(least for least, _ in CONFIGS)])
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_decode_attention_in_every_launch(
     block_size: int, num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of any size meet blocks of any size, and more blocks than are looked up at a time."""
-    launch = launch_for(num_programs)
-    monkeypatch.setattr("nanovllm.kernels.decode_attention.launch_for", lambda _: launch)
+    config = decode_config(num_programs)
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda _: config)
     lens = [1, 0, 130, 40 * block_size]
     pages = Pages.make(lens, block_size, 1, 64, dtype)
     q = randn(len(lens), 2, 64, dtype=dtype, seed=1)
@@ -116,8 +116,8 @@ def test_decode_attention_in_every_launch(
 @pytest.mark.parametrize("max_num_seqs", [1, 100, 600])
 def test_decode_sizes_need_every_kernel(max_num_seqs: int, kv_heads: int) -> None:
     sizes = TritonBackend().decode_sizes(max_num_seqs, kv_heads)
-    needed = {launch_for(n * kv_heads).kernel for n in range(1, max_num_seqs + 1)}
-    assert {launch_for(n * kv_heads).kernel for n in sizes} == needed
+    needed = {decode_config(n * kv_heads).compiled_as for n in range(1, max_num_seqs + 1)}
+    assert {decode_config(n * kv_heads).compiled_as for n in sizes} == needed
     assert len(sizes) == len(needed)
     assert all(1 <= size <= max_num_seqs for size in sizes)
 

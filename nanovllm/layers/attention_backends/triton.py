@@ -11,11 +11,11 @@ class TritonBackend:
     def __init__(self) -> None:
         # Here, not at import: triton need not be installed where this backend is not chosen.
         from nanovllm.kernels.decode_attention import decode_attention
-        from nanovllm.kernels.decode_launch import launch_for
+        from nanovllm.kernels.decode_launch import decode_config
         from nanovllm.kernels.prefill_attention import prefill_attention
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._launch_for = launch_for
+        self._decode_config = decode_config
 
     def prefill(
         self,
@@ -59,5 +59,5 @@ class TritonBackend:
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
         sizes = range(1, max_num_seqs + 1)
-        by_kernel = {self._launch_for(size * num_kv_heads).kernel: size for size in sizes}
-        return list(by_kernel.values())
+        by_code = {self._decode_config(size * num_kv_heads).compiled_as: size for size in sizes}
+        return list(by_code.values())
