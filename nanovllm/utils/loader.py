@@ -183,8 +183,8 @@ class Checkpoint:
 def load_model(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
     """Fills every parameter of `model`, which may have been loaded before.
 
-    Raises `ValueError` if the checkpoint does not match exactly: before anything is changed if the
-    names of the tensors show it.
+    Raises `ValueError` if the checkpoint does not match exactly. Names are compared before anything
+    is read. A model made in inference mode must be loaded in inference mode.
     """
     transforming = [m for m in model.modules() if isinstance(m, TransformsWeights)]
     for module in transforming:
