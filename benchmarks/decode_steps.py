@@ -121,8 +121,8 @@ class _DecodeLoop:
         self.synchronize()
         with torch.inference_mode():
             for layer in self._local_runner().model.attention_layers:
-                layer.k_cache[: self._num_blocks].normal_()
-                layer.v_cache[: self._num_blocks].normal_()
+                for pool in layer.cache:
+                    pool[: self._num_blocks].normal_()
         self.synchronize()
         self._runner.launch(self._start).token_ids()
 

@@ -34,11 +34,11 @@ def compile_together(calls: Sequence[KernelCall], device: torch.device) -> None:
 def decode_attention_calls(attention: Attention, sizes: Sequence[int]) -> list[KernelCall]:
     """Returns calls of decode attention for batches of these sizes, with empty contexts."""
     assert attention.backend is not None
-    decode, caches = attention.backend.decode, (attention.k_cache, attention.v_cache)
+    decode, cache = attention.backend.decode, attention.cache
     calls: list[KernelCall] = []
     for size in sizes:
-        q = caches[0].new_zeros(size, attention.num_heads, attention.head_dim)
+        q = cache.k.new_zeros(size, attention.num_heads, attention.head_dim)
         lens = torch.zeros(size, dtype=torch.int32, device=q.device)
         context = Context(lens.long(), lens, lens.unsqueeze(1), max_seqlen_k=1)
-        calls.append(partial(decode, q, *caches, attention.scale, context))
+        calls.append(partial(decode, q, cache, attention.scale, context))
     return calls

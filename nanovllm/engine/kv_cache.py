@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.layers.attention import Attention, AttentionBackend
+from nanovllm.layers.attention import Attention, AttentionBackend, LayerCache
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
 
@@ -41,25 +41,25 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """The memory of one block: K and V of all layers."""
+        """The bytes of one block: K and V of all layers."""
         return math.prod(self._shape(num_blocks=1)) * self._config.torch_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces the pool by one of `num_blocks` zeroed blocks, and binds the layers to it."""
         for layer in self._layers:  # frees the previous pool first
-            layer.bind(self._backend, torch.empty(0), torch.empty(0))
+            layer.bind(self._backend, LayerCache(torch.empty(0), torch.empty(0)))
         pool = _zeros(self._shape(num_blocks), self._config.torch_dtype, self._config.torch_device)
-        for layer, k_cache, v_cache in zip(self._layers, pool[0], pool[1], strict=True):
-            layer.bind(self._backend, k_cache, v_cache)
+        for layer, k_cache, v_cache in zip(self._layers, *pool, strict=True):
+            layer.bind(self._backend, LayerCache(k_cache, v_cache))
         self.num_blocks = num_blocks
 
     def allocate_on_cpu(self) -> None:
-        """Sizes the pool by the host's memory, of which all ranks take their part."""
+        """Sizes the pool by the host's memory, which all ranks share, and allocates it."""
         pool_bytes = int(host_memory().available * CPU_MEMORY_SHARE) // self._group.size
         self._allocate_within(pool_bytes)
 
     def allocate_on_gpu(self, free_at_start: int, working_bytes: int) -> None:
-        """Sizes the pool by what the engine's share of the GPU leaves.
+        """Sizes the pool by what the engine's share of the GPU leaves, and allocates it.
 
         free_at_start: free memory before the engine took any, so that what others use does not
             count.
@@ -81,7 +81,7 @@ class KVCache:
         self._allocate_within(pool_bytes - working_bytes)
 
     def _allocate_within(self, pool_bytes: int) -> None:
-        """pool_bytes: for this rank's pool; the smallest of all ranks counts."""
+        """Allocates a pool that fits the smallest `pool_bytes` of all ranks."""
         pool_bytes = self._group.min(pool_bytes)
         self.allocate(resolve_num_blocks(self._config, self.block_bytes, pool_bytes))
 

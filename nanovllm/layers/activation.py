@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2 * n], gate | up -> silu(gate) * up, [..., n]"""
+    """Computes SiLU(gate) * up: gate_up [..., 2 * n], gate | up -> [..., n]."""
     if gate_up.is_cuda:
         from nanovllm.kernels import activation
 

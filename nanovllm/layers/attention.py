@@ -1,10 +1,10 @@
-"""Attention over the paged K/V cache: the module, and the protocol of what computes it."""
+"""Attention over the paged K/V cache: the module, and the protocol of its backends."""
 
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels import cpu_kernels
 from nanovllm.layers.layernorm import RMSNorm
@@ -12,8 +12,15 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 
+class LayerCache(NamedTuple):
+    """One layer's part of the K/V pool, [num_blocks, block_size, kv_heads, head_dim] each."""
+
+    k: Tensor
+    v: Tensor
+
+
 class AttentionBackend(Protocol):
-    """Causal attention; caches are [num_blocks, block_size, kv_heads, head_dim].
+    """Causal attention over the paged K/V cache.
 
     Query head h uses K/V head h // (heads / kv_heads). Each sequence's last query is aligned with
     its last key. The step's own K/V is already in the cache.
@@ -22,38 +29,26 @@ class AttentionBackend(Protocol):
     name: str
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
+    ) -> Tensor:
         """q [t, heads, head_dim], k and v [t, kv_heads, head_dim] of the step -> as q."""
         ...
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
         """q [n, heads, head_dim], one token per sequence -> as q; context length 0 gives zeros."""
         ...
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
-        """Batch sizes up to `max_num_seqs` which between them need all that is compiled for
-        `decode`; none if nothing is."""
+        """Returns batch sizes up to `max_num_seqs` that between them need all compiled code of
+        `decode`; none if nothing is compiled."""
         ...
 
 
 class Attention(nn.Module):
-    """All between the QKV projection and the output projection. The runner binds backend and
-    caches after sizing them."""
+    """What lies between the QKV projection and the output projection.
+
+    The K/V cache binds its backend and its part of the pool.
+    """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -62,23 +57,23 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.backend: AttentionBackend | None = None
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.cache = LayerCache(torch.empty(0), torch.empty(0))
 
-    def bind(self, backend: AttentionBackend, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        self.backend, self.k_cache, self.v_cache = backend, k_cache, v_cache
+    def bind(self, backend: AttentionBackend, cache: LayerCache) -> None:
+        self.backend, self.cache = backend, cache
 
     def forward(
         self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
+        qkv: Tensor,
+        positions: Tensor,
         context: Context,
         rotary: RotaryEmbedding,
         norms: tuple[RMSNorm, RMSNorm] | None,
-    ) -> torch.Tensor:
-        """Normalises (q, k by `norms`), rotates, stores, attends.
+    ) -> Tensor:
+        """Normalises and rotates q and k, stores k and v in the cache, and attends.
 
         qkv [t, (heads + 2 * kv_heads) * head_dim], q | k | v, may be overwritten
-        -> [t, heads * head_dim]
+        -> [t, heads * head_dim]. norms: of the heads of q and k, None for no norm.
         """
         assert self.backend is not None, "the runner binds a backend before the first step"
         qkv = qkv.view(len(qkv), -1, self.head_dim)
@@ -92,24 +87,23 @@ class Attention(nn.Module):
                 rotary.cos_sin,
                 (norms[0].weight, norms[1].weight) if norms else None,
                 norms[0].eps if norms else 0.0,
-                self.k_cache,
-                self.v_cache,
+                *self.cache,
             )
         else:
             qk = qkv[:, : self.num_heads + self.num_kv_heads]
             if norms is not None:
                 qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
             q, k = rotary(positions, qk).split([self.num_heads, self.num_kv_heads], dim=1)
-            store_kv(k, v, self.k_cache, self.v_cache, context.slot_mapping)
+            store_kv(k, v, self.cache, context.slot_mapping)
         if context.cu_seqlens_q is None:
-            out = self.backend.decode(q, self.k_cache, self.v_cache, self.scale, context)
+            out = self.backend.decode(q, self.cache, self.scale, context)
         else:
-            out = self.backend.prefill(q, k, v, self.k_cache, self.v_cache, self.scale, context)
+            out = self.backend.prefill(q, k, v, self.cache, self.scale, context)
         return out.flatten(1)
 
 
-def _fused_kernels(qkv: torch.Tensor) -> ModuleType | None:
-    """Those that have a `norm_rope_store` for this tensor."""
+def _fused_kernels(qkv: Tensor) -> ModuleType | None:
+    """Returns the module with a fused `norm_rope_store` for this tensor, None if there is none."""
     if qkv.is_cuda:
         from nanovllm.kernels import qkv as cuda_kernels
 
@@ -117,14 +111,10 @@ def _fused_kernels(qkv: torch.Tensor) -> ModuleType | None:
     return cpu_kernels(qkv)
 
 
-def store_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Writes k, v [t, kv_heads, head_dim] to their slots; without padding, as only CUDA graphs
-    have."""
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+    """Writes k and v [t, kv_heads, head_dim] to their slots of the cache.
+
+    No slot may be -1: only CUDA graphs have padding.
+    """
+    cache.k.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    cache.v.flatten(0, 1).index_copy_(0, slot_mapping, v)

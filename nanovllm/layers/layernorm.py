@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual add that precedes it in a pre-norm decoder."""
+"""RMSNorm with the residual add that precedes it in a pre-norm decoder."""
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from nanovllm.utils.distributed import TPGroup
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    Statistics in fp32, rounded to the input's dtype before the weight is applied, as Hugging Face
-    does. `group`: of the ranks whose partial sums `add_forward` gets, None for whole sums.
+    Statistics are in fp32 and rounded to the input's dtype before the weight is applied, as in
+    Hugging Face. group: the ranks over which `add_forward` sums its input; None does not sum.
     """
 
     def __init__(self, size: int, eps: float, group: TPGroup | None = None) -> None:
@@ -27,10 +27,11 @@ class RMSNorm(nn.Module):
     def add_forward(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [t, size] -> (norm(x + residual), x + residual), x summed over the ranks;
-        None counts as zeros. Both may be overwritten.
+        """Sums x over the ranks and adds the residual stream before it normalises.
 
-        x may come in parts, fp32 [n, t, size] on a GPU; their sum is rounded before anything else.
+        x and residual [t, size] -> (norm(x + residual), x + residual). A residual of None counts as
+        zeros. Both tensors may be overwritten. On a GPU, x may be partial sums of split-K, fp32
+        [split_k, t, size]; their sum is rounded before anything else.
         """
         if self.group.size > 1:
             num_tokens, size = x.shape[-2:]

@@ -6,9 +6,9 @@ from transformers import PretrainedConfig
 
 
 def rope_theta(hf_config: PretrainedConfig) -> float:
-    """The base of the rotation frequencies, from wherever this transformers version keeps it.
+    """Returns the base of the rotation frequencies, from wherever transformers keeps it.
 
-    `ValueError` for a scaling that is not implemented: ignoring it would give wrong text.
+    Raises `ValueError` for a scaling that is not implemented: ignoring it would give wrong text.
     """
     params = getattr(hf_config, "rope_parameters", None)  # transformers 5.x
     if params is None:

@@ -16,22 +16,22 @@ ROWS_AT_A_TIME = 16  # the noise of a row takes some 50 bytes for each id of the
 
 
 def _mix(x: torch.Tensor, multiplier: int, shift: int) -> torch.Tensor:
-    """One multiply-xorshift round on 32-bit values held in int64."""
+    """Applies one multiply-xorshift round to 32-bit values held in int64."""
     x = (x * multiplier) & _MASK32
     return x ^ (x >> shift)
 
 
 def _hash32(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32 of C. Wellons: a 32-bit permutation without visible bias."""
+    """Permutes 32-bit values without visible bias: lowbias32 by C. Wellons."""
     x = x & _MASK32
     x = x ^ (x >> 16)
     return _mix(_mix(x, 0x7FEB352D, 15), 0x846CA68B, 16)
 
 
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """64-bit seeds (as int64) and positions, [n] each -> two 32-bit keys, int64 [n] each.
+    """Derives two 32-bit keys that depend on every bit of seed and position.
 
-    Both depend on every bit of seed and position.
+    seeds (64 bits as int64) and positions, [n] each -> two keys, int64 [n] each
     """
     low, high = seeds & _MASK32, (seeds >> 32) & _MASK32
     inner = _hash32(low ^ _hash32(positions))
@@ -42,9 +42,10 @@ def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Seeds and positions int64 [n], token ids int64 [v] -> standard Gumbel noise, fp32 [n, v].
+    """Computes standard Gumbel noise for each pair of row and token id.
 
-    The hash is `_hash32` of id xor first key, with the second key added between its rounds.
+    seeds and positions int64 [n], token_ids int64 [v] -> fp32 [n, v]. The hash is `_hash32` of the
+    id xor the first key, with the second key added between its rounds.
     """
     first, second = noise_keys(seeds, positions)
     x = token_ids.unsqueeze(0) ^ first.unsqueeze(1)
@@ -115,7 +116,7 @@ class Sampler(nn.Module):
         return token_ids
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """int32 [...] of each rank -> [size, ...]"""
+        """Gathers int32 [...] of all ranks -> [size, ...]."""
         peers = self.group.peers
         if peers is not None and peers.holds(-(-2 * x.nbytes // peers.row_bytes), peers.row_bytes):
             from nanovllm.kernels import all_reduce

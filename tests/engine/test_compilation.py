@@ -13,7 +13,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.compilation import compile_together, decode_attention_calls
 from nanovllm.engine.warm_up import warm_up_batches
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, LayerCache
 from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.kernel_cases import DEVICE
@@ -47,7 +47,7 @@ def test_attention_is_launched_with_empty_contexts() -> None:
 
     attention = Attention(num_heads=4, num_kv_heads=2, head_dim=64)
     caches = torch.full((2, 3, 16, 2, 64), float("nan"), device=DEVICE)
-    attention.bind(TritonBackend(), *caches)
+    attention.bind(TritonBackend(), LayerCache(*caches))
     outs = [call() for call in decode_attention_calls(attention, [1, 5])]
     for out, size in zip(outs, (1, 5), strict=True):
         assert torch.equal(out, torch.zeros(size, 4, 64, device=DEVICE))

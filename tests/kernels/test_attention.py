@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from nanovllm.layers.attention import store_kv
+from nanovllm.layers.attention import LayerCache, store_kv
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.layers.attention_backends.triton import TritonBackend
 from nanovllm.layers.layernorm import RMSNorm
@@ -47,6 +47,9 @@ class Pages:
         context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
         return cls(caches[0], caches[1], tables.to(DEVICE), context_lens)
 
+    def cache_in_fp32(self) -> LayerCache:
+        return LayerCache(self.k_cache.float(), self.v_cache.float())
+
     def context(self, lens_q: list[int] | None = None) -> Context:
         cu_q = None if lens_q is None else cumulative(lens_q)
         longest = int(self.context_lens.max())
@@ -74,9 +77,7 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
     pages = Pages.make(lens, block_size, kv_heads, head_dim, dtype)
     # strided rows, as a view of the QKV projection has
     q = randn(len(lens), heads + 2, head_dim, dtype=dtype, seed=1)[:, :heads]
-    reference = TorchBackend().decode(
-        q.float(), pages.k_cache.float(), pages.v_cache.float(), 0.2, pages.context()
-    )
+    reference = TorchBackend().decode(q.float(), pages.cache_in_fp32(), 0.2, pages.context())
     for num_splits in (1, 2, 32) + (16, None) * HAS_GPU:
         out = decode_attention(
             q,
@@ -105,7 +106,7 @@ def test_decode_attention_in_every_launch(
     q = randn(len(lens), 2, 64, dtype=dtype, seed=1)
     cached = pages.k_cache, pages.v_cache
     context = pages.context()
-    reference = TorchBackend().decode(q.float(), cached[0].float(), cached[1].float(), 0.2, context)
+    reference = TorchBackend().decode(q.float(), pages.cache_in_fp32(), 0.2, context)
     for num_splits in (1, 3, None):
         tables, context_lens = pages.block_tables, pages.context_lens
         out = decode_attention(q, *cached, tables, context_lens, 0.2, num_splits)
@@ -135,8 +136,8 @@ def test_prefill_attention_with_cached_prefixes(
     pages = Pages.make(lens_k, block_size, kv_heads, head_dim, dtype)
     q = randn(sum(lens_q), heads + 2, head_dim, dtype=dtype, seed=1)[:, :heads]
     context = pages.context(lens_q)
-    k_cache, v_cache = pages.k_cache.float(), pages.v_cache.float()
-    reference = TorchBackend().prefill(q.float(), k_cache, v_cache, k_cache, v_cache, 0.2, context)
+    cache = pages.cache_in_fp32()
+    reference = TorchBackend().prefill(q.float(), *cache, cache, 0.2, context)
     assert context.cu_seqlens_q is not None
     assert context.cu_seqlens_k is not None
     out = prefill_attention(
@@ -169,8 +170,8 @@ def test_prefill_attention_over_fresh_kv(shape: tuple[int, int, int], dtype: tor
         cu_seqlens_k=cu,
         max_seqlen_q=max(lens),
     )
-    empty = torch.empty(0)
-    reference = TorchBackend().prefill(q.float(), k.float(), v.float(), empty, empty, 0.2, context)
+    no_cache = LayerCache(torch.empty(0), torch.empty(0))
+    reference = TorchBackend().prefill(q.float(), k.float(), v.float(), no_cache, 0.2, context)
     assert_close(prefill_attention(q, k, v, None, cu, cu, max(lens), 0.2), reference, dtype)
 
 
@@ -195,7 +196,7 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
         q, k = norms[0](q), norms[1](k)
     q, k = rotary(positions, q), rotary(positions, k)
     stored = slots >= 0
-    store_kv(k[stored], v[stored], caches[0], caches[1], slots[stored])
+    store_kv(k[stored], v[stored], LayerCache(*caches[:2]), slots[stored])
 
     weights = (norms[0].weight.data, norms[1].weight.data) if has_norm else None
     v = v.clone()

@@ -14,7 +14,7 @@ from numba.core.caching import CacheImpl
 
 from nanovllm import LLM, SamplingParams, kernels
 from nanovllm.kernels import cpu
-from nanovllm.layers.attention import store_kv
+from nanovllm.layers.attention import LayerCache, store_kv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.helpers.checkpoints import make_checkpoint
@@ -73,7 +73,7 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
     if has_norm:
         expected = [norm(x).data for norm, x in zip(norms, expected, strict=True)]
     expected = [rotary(positions, x) for x in expected]
-    store_kv(expected[1], v, expected_caches[0], expected_caches[1], slots)
+    store_kv(expected[1], v, LayerCache(*expected_caches), slots)
 
     out = qkv.clone()
     weights = (norms[0].weight.data, norms[1].weight.data) if has_norm else None

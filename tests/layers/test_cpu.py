@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks import cpu
 from nanovllm.layers import onednn
+from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend
 from nanovllm.layers.linear import linear
 from nanovllm.layers.onednn import reordered
@@ -49,9 +50,11 @@ def test_decode_attention_equals_the_formula(num_seqs: int, block_size: int) -> 
         slot_mapping=lens, context_lens=lens.int(), block_tables=tables, max_seqlen_k=300
     )
     backend = TorchBackend()
-    out = backend.decode(q, caches[0], caches[1], SCALE, context)
+    out = backend.decode(q, LayerCache(*caches), SCALE, context)
     torch.testing.assert_close(out, expected)
-    out = backend.decode(q, caches[0], -caches[1], SCALE, context)  # the next layer of the step
+    out = backend.decode(
+        q, LayerCache(caches[0], -caches[1]), SCALE, context
+    )  # the next layer of the step
     torch.testing.assert_close(out, -expected)
 
 

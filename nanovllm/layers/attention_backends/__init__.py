@@ -1,4 +1,4 @@
-"""Which attention backend serves an engine."""
+"""Selects the attention backend of an engine."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {  # fastest first
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """What a backend must be able to serve."""
+    """The properties of an engine that decide whether a backend can serve it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -28,9 +28,9 @@ class AttentionLayout:
 
 
 def select_backend(name: str, layout: AttentionLayout) -> AttentionBackend:
-    """The named backend, or for "auto" the fastest that can serve `layout`.
+    """Returns the named backend, or for "auto" the fastest that can serve `layout`.
 
-    `ValueError` if the named one cannot, with the reason.
+    Raises `ValueError` with the reason if the named one cannot.
     """
     if name == "auto":
         reasons = {name: unfit_reason(name, layout) for name in BACKENDS}
@@ -46,7 +46,7 @@ def select_backend(name: str, layout: AttentionLayout) -> AttentionBackend:
 
 
 def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
-    """Why the backend cannot serve `layout`, with the fix; None if it can."""
+    """Returns why the backend cannot serve `layout`, with the fix; None if it can."""
     block_size = layout.block_size
     if block_size & (block_size - 1):
         return f"kvcache_block_size={block_size} is no power of two; use e.g. 256"

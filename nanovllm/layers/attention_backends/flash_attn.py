@@ -1,7 +1,8 @@
 """Attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691); an optional extra."""
 
-import torch
+from torch import Tensor
 
+from nanovllm.layers.attention import LayerCache
 from nanovllm.utils.context import Context
 
 BLOCK_MULTIPLE = 256  # its paged kernels' page size
@@ -16,18 +17,11 @@ class FlashAttnBackend:
         self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
+    ) -> Tensor:
         if context.block_tables is not None:
-            k, v = k_cache, v_cache
-        out: torch.Tensor = self._varlen(
+            k, v = cache
+        out: Tensor = self._varlen(
             q,
             k,
             v,
@@ -41,18 +35,10 @@ class FlashAttnBackend:
         )
         return out
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._with_kvcache(
+    def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
+        out: Tensor = self._with_kvcache(
             q.unsqueeze(1),
-            k_cache,
-            v_cache,
+            *cache,
             cache_seqlens=context.context_lens,
             block_table=context.block_tables,
             softmax_scale=scale,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from nanovllm.layers.attention import LayerCache
 from nanovllm.utils.context import Context
 
 GROUP_SIZE = 16  # bounds a decode group's gathered K/V: at most so many times the longest sequence
@@ -17,18 +19,18 @@ GROUP_SIZE = 16  # bounds a decode group's gathered K/V: at most so many times t
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that decode together, g of them, the longest of `length` tokens.
+    """Some sequences that decode together: g of them, padded to the `length` of the longest.
 
-    rows: which of the step's sequences.
-    slots: int64 [g * length], where their tokens' K/V is.
-    mask: [g, 1, 1, length], to be added to the scores: 0 for a token, -inf for padding.
-    is_empty: bool [g, 1, 1], those that have no token, None if there are none.
+    members: which of the step's sequences they are.
+    slots: int64 [g * length], the slots of their tokens' K/V.
+    mask: [g, 1, 1, length], added to the scores: 0 for a token, -inf for padding.
+    is_empty: bool [g, 1, 1], which have no token at all; None if all have some.
     """
 
-    rows: slice
-    slots: torch.Tensor
-    mask: torch.Tensor
-    is_empty: torch.Tensor | None
+    members: slice
+    slots: Tensor
+    mask: Tensor
+    is_empty: Tensor | None
 
 
 class TorchBackend:
@@ -38,15 +40,8 @@ class TorchBackend:
         self._groups: tuple[Context | None, list[_Group]] = (None, [])  # of the latest decode step
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
+    ) -> Tensor:
         assert context.cu_seqlens_q is not None
         starts = context.cu_seqlens_q.tolist()
         out = torch.zeros_like(q)
@@ -54,30 +49,23 @@ class TorchBackend:
             new = slice(starts[i], starts[i + 1])
             keys, values = k[new], v[new]
             if context.block_tables is not None:
-                keys = _gather(k_cache, context.block_tables[i], len_k)
-                values = _gather(v_cache, context.block_tables[i], len_k)
+                keys = _gather(cache.k, context.block_tables[i], len_k)
+                values = _gather(cache.v, context.block_tables[i], len_k)
             out[new] = _attend(q[new], keys, values, scale)
         return out
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
         if self._groups[0] is not context:  # every layer of a step passes the same object
-            self._groups = context, _decode_groups(context, k_cache.shape[1], q.dtype)
-        _, _, num_kv_heads, head_dim = k_cache.shape
-        caches = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        outs: list[torch.Tensor] = []
+            self._groups = context, _decode_groups(context, cache.k.shape[1], q.dtype)
+        _, _, num_kv_heads, head_dim = cache.k.shape
+        tokens = [pool.flatten(0, 1) for pool in cache]  # [num_slots, kv_heads, head_dim]
+        outs: list[Tensor] = []
         for group in self._groups[1]:
             # The queries that share a K/V head are to it as queries of one sequence.
-            queries = q[group.rows].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
+            queries = q[group.members].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
             shape = len(queries), -1, num_kv_heads, head_dim
             keys, values = (
-                cache.index_select(0, group.slots).view(shape).transpose(1, 2) for cache in caches
+                pool.index_select(0, group.slots).view(shape).transpose(1, 2) for pool in tokens
             )  # [g, kv_heads, length, head_dim]
             out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=group.mask, scale=scale
@@ -90,37 +78,37 @@ class TorchBackend:
 
 
 def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> list[_Group]:
-    """The step's sequences, neighbours together."""
+    """Groups the sequences of a decode step, each with its neighbours."""
     assert context.block_tables is not None
     groups = []
     for first in range(0, len(context.context_lens), GROUP_SIZE):
-        rows = slice(first, first + GROUP_SIZE)
-        lens = context.context_lens[rows].unsqueeze(1)
+        members = slice(first, first + GROUP_SIZE)
+        lens = context.context_lens[members].unsqueeze(1)
         positions = torch.arange(int(lens.max()), device=lens.device)
         is_padding = positions >= lens  # [g, length]
         # Not what the pool holds behind the last token: it may be NaN, which no mask takes out.
         positions = positions.masked_fill(is_padding, 0)
-        block_ids = context.block_tables[rows].long().gather(1, positions // block_size)
+        block_ids = context.block_tables[members].long().gather(1, positions // block_size)
         is_empty = lens == 0
         slots = block_ids.masked_fill(is_empty, 0) * block_size + positions % block_size
         mask = torch.zeros(slots.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(is_padding, float("-inf"))
         empty = is_empty.unsqueeze(2) if is_empty.any() else None
-        groups.append(_Group(rows, slots.flatten(), mask[:, None, None], empty))
+        groups.append(_Group(members, slots.flatten(), mask[:, None, None], empty))
     return groups
 
 
-def _gather(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` tokens of a sequence, [length, kv_heads, head_dim]."""
+def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    """Returns K or V of the first `length` tokens of a sequence, [length, kv_heads, head_dim]."""
     block_ids = block_table[: -(-length // cache.shape[1])]
     return cache.index_select(0, block_ids).flatten(0, 1)[:length]
 
 
-def _attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """q [n, heads, head_dim], the sequence's last n positions; keys and values of all of them,
-    [len, kv_heads, head_dim] -> [n, heads, head_dim]"""
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attends the last n positions of one sequence to all of its keys.
+
+    q [n, heads, head_dim], keys and values [len, kv_heads, head_dim] -> [n, heads, head_dim]
+    """
     n, num_heads, head_dim = q.shape
     len_k, num_kv_heads, _ = keys.shape
     group = num_heads // num_kv_heads

@@ -1,7 +1,8 @@
-"""Attention by the project's own Triton kernels: heads up to 256 wide, any GQA ratio and dtype."""
+"""Attention by the project's own Triton kernels, for any GQA ratio and heads up to 256."""
 
-import torch
+from torch import Tensor
 
+from nanovllm.layers.attention import LayerCache
 from nanovllm.utils.context import Context
 
 
@@ -18,20 +19,13 @@ class TritonBackend:
         self._decode_config = decode_config
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
+    ) -> Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
         if context.block_tables is not None:
-            k, v = k_cache, v_cache
-        out: torch.Tensor = self._prefill(
+            k, v = cache
+        out: Tensor = self._prefill(
             q,
             k,
             v,
@@ -43,18 +37,9 @@ class TritonBackend:
         )
         return out
 
-    def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        context: Context,
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
         assert context.block_tables is not None
-        out: torch.Tensor = self._decode(
-            q, k_cache, v_cache, context.block_tables, context.context_lens, scale
-        )
+        out: Tensor = self._decode(q, *cache, context.block_tables, context.context_lens, scale)
         return out
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
