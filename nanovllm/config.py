@@ -1,4 +1,4 @@
-"""Every engine knob, validated once. Bad values raise here, before anything is built."""
+"""The engine's knobs. Each is checked here, before anything is built."""
 
 import copy
 import difflib
@@ -22,23 +22,28 @@ BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching", "async_
 
 @dataclass(slots=True)
 class Config:
-    """Engine configuration; sizes are in tokens unless their name says otherwise.
+    """What an engine is made with. Bad values raise `ValueError` or `TypeError` with the fix.
 
     model: local checkpoint directory with config.json and *.safetensors.
-    max_num_batched_tokens: budget of one prefill step.
-    max_num_seqs: sequences resident at a time, hence the largest decode batch.
-    max_model_len: prompt plus completion; capped at the model's max_position_embeddings.
-    gpu_memory_utilization: fraction of the GPU's memory that this engine may use, in (0, 1].
-    enforce_eager: no CUDA graphs.
-    autotune_matmul: the matmuls of captured decode steps are chosen by measurement; off, they are
-        torch's own.
-    num_kvcache_blocks: size of the K/V pool; -1 measures.
-    tensor_parallel_size: GPUs (or on the CPU processes) that share the model: cuda:0 and on.
-    device, dtype, attention_backend: "auto" takes the best there is, the checkpoint's, the fastest.
-    async_scheduling: the host runs one step ahead of the device; off, it waits for each step.
+    max_num_batched_tokens: most tokens that one prefill step computes.
+    max_num_seqs: most sequences that are resident at a time, hence the largest decode batch.
+    max_model_len: most tokens of prompt plus completion; at most the model's
+        max_position_embeddings, to which a larger value is capped with a warning.
+    gpu_memory_utilization: the fraction of the GPU's memory that this engine may use, in (0, 1].
+    tensor_parallel_size: how many GPUs (cuda:0 and on) or CPU processes share the model.
+    enforce_eager: True captures no CUDA graphs.
+    autotune_matmul: True measures which matmuls are fastest in the captured decode steps; False
+        takes torch's own.
+    kvcache_block_size: tokens of a K/V block, a power of two.
+    num_kvcache_blocks: blocks of the K/V pool; -1 takes what the memory allows.
+    device: "auto" is a CUDA GPU if there is one, else the CPU.
+    dtype: "auto" is the checkpoint's.
+    attention_backend: "auto" is the fastest that can serve the model.
     seed: keys the sampling noise of requests that have no seed of their own.
+    enable_prefix_caching: True reuses the K/V of prompts that start alike.
+    async_scheduling: True launches a step before the ids of the one before it are read.
 
-    Derived: `hf_config`, `torch_device`, `torch_dtype`.
+    Derived are `hf_config`, `torch_device` and `torch_dtype`.
     """
 
     model: str
@@ -88,7 +93,7 @@ class Config:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The K/V blocks of a request of `max_model_len` tokens."""
+        """The number of K/V blocks that a request of `max_model_len` tokens takes."""
         return -(-self.max_model_len // self.kvcache_block_size)
 
     def on_rank(self, rank: int) -> "Config":

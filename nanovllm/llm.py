@@ -1,4 +1,4 @@
-"""The facade: a batch of prompts in, ordered results out."""
+"""What a user calls: a batch of prompts goes in, ordered results come out."""
 
 import signal
 import threading
@@ -18,10 +18,10 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class LLM(LLMEngine):
-    """A model ready to generate.
+    """A model that is ready to generate.
 
-    `LLM(model, **config)`: `model` is a local checkpoint directory, the keywords are the fields of
-    `Config`. Usable as a context manager; leaving it, or `exit()`, frees everything.
+    `LLM(model, **config)` takes a local checkpoint directory and the fields of `Config`. `exit()`
+    frees everything, and so does leaving a `with` block.
     """
 
     def __enter__(self) -> "LLM":
@@ -41,15 +41,16 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Completes each prompt; results in the order of the prompts.
+        """Completes each prompt and returns the results in the order of the prompts.
 
-        prompts: a list of texts and token-id lists, or one of either.
-        sampling_params: one for all, or a list of the prompts' length; None is the defaults.
+        prompts: a list of texts and lists of token ids, or one of either.
+        sampling_params: one object for all prompts, or a list of the same length; None takes the
+            defaults.
 
-        All prompts are checked before any is queued (`TypeError`, `ValueError` with the index of
-        the prompt). If a step raises, or on Ctrl-C, which takes effect between two steps, this
-        call's requests are aborted and the engine stays usable. Requests added before by
-        `add_request` are served along; `step` returns their results.
+        All prompts are checked before any is queued: `TypeError` and `ValueError` name the index of
+        the prompt. If a step raises, this call's requests are aborted and the engine stays usable.
+        So they are on Ctrl-C, which takes effect between two steps. Requests that `add_request`
+        queued before are served along; `step` returns their results.
         """
         self._check_open()
         batch = _as_batch(prompts)
@@ -69,7 +70,7 @@ class LLM(LLMEngine):
     def _run(
         self, seq_ids: set[int], use_tqdm: bool, raise_if_interrupted: Callable[[], None]
     ) -> dict[int, RequestOutput]:
-        """Steps until all of `seq_ids` have ended -> their results by id."""
+        """Steps until all of `seq_ids` have ended; returns their results by id."""
         finished: dict[int, RequestOutput] = {}
         tokens: dict[str, float] = defaultdict(float)
         seconds: dict[str, float] = defaultdict(float)
@@ -126,10 +127,10 @@ def _params_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called, or the block ends.
+    """Holds Ctrl-C back until the yielded function is called or the block ends.
 
-    A second Ctrl-C acts at once. Only in the main thread, which alone may set signal handlers, and
-    only where Python handles the signal now.
+    A second Ctrl-C acts at once. Nothing is held back in other threads, which may not set signal
+    handlers, nor where the signal is not handled in Python.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):

@@ -6,7 +6,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestOutput(TypedDict):
-    """Result of one request.
+    """The result of one request.
 
     text: the completion, special tokens included; empty if the checkpoint has no tokenizer.
     token_ids: the completion only; ends with the stop token if one ended the request.

@@ -14,10 +14,11 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """Starts a row for a newly admitted sequence: whatever the row held before is void.
+    """What starts a row for a newly admitted sequence; whatever the row held before is void.
 
+    sampling_params: the caller's own object.
     seed: 64 bits that key the row's sampling noise.
-    block_table: every block of the sequence's known tokens.
+    block_table: the blocks of all known tokens of the sequence.
     """
 
     sampling_params: SamplingParams
@@ -42,7 +43,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrowth:
-    """`block_id` becomes entry `index` of the block table of `row`."""
+    """A new entry of a block table: `block_id` becomes entry `index` of the table of `row`."""
 
     row: int
     index: int
@@ -71,7 +72,7 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose K/V this step computes."""
+        """The number of tokens whose K/V this step computes."""
         if self.is_prefill:
             return sum(len(chunk.token_ids) for chunk in self.chunks)
         return len(self.rows)
@@ -85,8 +86,8 @@ class ScheduledBatch:
 
 
 class StepHandle(Protocol):
-    """A launched step."""
+    """A step that has been launched and may not have ended yet."""
 
     def token_ids(self) -> list[int]:
-        """Waits for the step; one id for each of the batch's `sampled_seq_ids`."""
+        """Waits for the step; returns one id for each of the batch's `sampled_seq_ids`."""
         ...

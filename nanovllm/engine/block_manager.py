@@ -1,6 +1,6 @@
 """Paged K/V bookkeeping: who holds which block, and which blocks the prefix cache can offer.
 
-Deals in block ids; the K/V itself is the runner's. Invariants: a block is free xor in use (its
+It deals in block ids; the K/V itself is the runner's. Invariants: a block is free xor in use (its
 ref count is the number of tables that hold it); a hash is published only after the step that
 filled its block has completed; a free block keeps its hash until it is dealt out again.
 """
@@ -17,7 +17,10 @@ from nanovllm.engine.sequence import NO_BLOCKS, Sequence
 
 
 def chain_hash(previous: int, token_ids: "array[int] | list[int]") -> int:
-    """Hash of a full block that stands for everything up to its end: it covers the hash before."""
+    """Hashes a full block together with the hash of the block before it.
+
+    So the result stands for all tokens up to the end of the block.
+    """
     digest = xxhash.xxh64(previous.to_bytes(8, "little"))
     digest.update(np.array(token_ids, dtype=np.int64).tobytes())
     return digest.intdigest()
@@ -25,10 +28,10 @@ def chain_hash(previous: int, token_ids: "array[int] | list[int]") -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """What a published block holds; blocks that hold the same share one object.
+    """The content of a published block; blocks with the same content share one object.
 
-    A hit compares the tokens and, by identity, all that precedes them: the K/V of equal tokens
-    differs after a prefix whose hash merely collides.
+    A hit must agree in its tokens and, by identity of `previous`, in all tokens before them: hashes
+    of different prefixes may collide.
     """
 
     block_hash: int
@@ -37,7 +40,10 @@ class CachedBlock:
 
 
 class BlockManager:
-    """Deals out `num_blocks` blocks of `block_size` tokens; every call is O(blocks touched)."""
+    """Deals out `num_blocks` blocks of `block_size` tokens.
+
+    The cost of a call grows with the blocks that it touches, not with the pool.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.num_blocks = num_blocks
@@ -59,10 +65,10 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, seq: Sequence) -> bool:
-        """Takes all blocks of the known tokens of `seq`, cached ones where there are any.
+        """Gives `seq` the blocks of all its known tokens, cached ones where there are any.
 
-        Sets its block table and counts the cached tokens as computed. Returns False, with nothing
-        changed, if the free blocks do not suffice.
+        It sets the block table and counts the cached tokens as computed. It returns False and
+        changes nothing if the free blocks do not suffice.
         """
         assert not seq.block_table
         hits = self._find_cached_blocks(seq)
@@ -105,7 +111,7 @@ class BlockManager:
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Offers the full blocks among the first `num_tokens` tokens of `seq` to later prompts.
 
-        Only for tokens that are known and whose K/V a completed step has written.
+        The tokens must be known, and a completed step must have written their K/V.
         """
         if not self.enable_prefix_caching:
             return
@@ -123,7 +129,7 @@ class BlockManager:
         seq.num_published_blocks = max(seq.num_published_blocks, num_full)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts the invariants; `sequences` are all that may hold blocks."""
+        """Asserts the invariants. `sequences` must include all that hold blocks."""
         held = dict(Counter(block_id for seq in sequences for block_id in seq.block_table))
         assert held == self._ref_counts, "ref counts differ from the block tables"
         known = Counter([*held, *self._freed, *self._blank])
@@ -138,7 +144,10 @@ class BlockManager:
             )
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """Cached blocks of the longest known prefix, never all tokens: one must be computed."""
+        """Returns the cached blocks of the longest known prefix of `seq`.
+
+        They never cover all tokens: at least one must be computed, to sample what follows it.
+        """
         if not self.enable_prefix_caching:
             return []
         num_usable = (len(seq.token_ids) - 1) // self.block_size
@@ -174,8 +183,11 @@ class BlockManager:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _take_free_block(self) -> int:
-        """The last one that was freed with nothing to find in it: its memory is the warmest. Else
-        one never used, and only then what the prefix cache misses least."""
+        """Returns the free block that is missed least, and counts it as in use.
+
+        First comes the block freed last among those that hold nothing to find, whose memory is the
+        warmest; then one never used; then the least recently freed one of the prefix cache.
+        """
         if self._blank:
             block_id = self._blank.pop()
         elif self._num_dealt < self.num_blocks:

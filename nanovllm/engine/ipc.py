@@ -1,8 +1,8 @@
-"""One-to-many channel through shared memory: rank 0 sends, every other rank receives all of it.
+"""A one-to-many channel through shared memory: rank 0 sends, every other rank receives everything.
 
-A ring of slots with sequence numbers: the sender publishes slot after slot, each receiver
-acknowledges what it has read, and a slot is rewritten only after all have. So nothing is
-overwritten unread and no message costs a round trip; one larger than a slot goes in pieces.
+It is a ring of slots with sequence numbers. The sender publishes slot after slot, each receiver
+acknowledges what it has read, and a slot is rewritten only after all receivers have. So nothing is
+overwritten unread, and no message costs a round trip. A message larger than a slot goes in pieces.
 """
 
 import mmap
@@ -24,9 +24,10 @@ _fence_lock = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What a receiver must know of a channel; can be an argument of a process.
+    """What a receiver must know of a channel. It can be passed to a new process.
 
-    fd: of the memory, a file that never had a name: whatever ends the processes, nothing is left.
+    fd: the descriptor of the shared memory. It is a file without a name, so that nothing is left
+        behind, whatever ends the processes.
     """
 
     fd: int
@@ -52,7 +53,7 @@ def _channel_in_another_process(fd: Any, *sizes: int) -> Channel:
 
 
 class Sender:
-    """Rank 0's end. Gets its memory at once, so as to fail here if there is none."""
+    """The sending end, rank 0's. It takes all memory at once, so that a lack of it shows here."""
 
     def __init__(
         self, num_receivers: int, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES
@@ -65,8 +66,10 @@ class Sender:
         self._ring = _Ring(self.channel)
 
     def send(self, message: bytes, check: Check) -> None:
-        """Waits only while the ring is full of slots that a receiver has not read; `check` is
-        called meanwhile. If it raises, part of the message may have been sent."""
+        """Sends a message; waits only while the ring is full of slots that somebody has not read.
+
+        `check` is called while it waits. If that raises, part of the message may have been sent.
+        """
         view = memoryview(message)
         room = self.channel.slot_bytes - SLOT_HEADER_BYTES
         for start in range(0, max(len(view), 1), room):
@@ -74,13 +77,13 @@ class Sender:
             self._ring.write(view[start : start + room], has_more=start + room < len(view))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Frees this end. A second call does nothing."""
         self._ring.close()
         self._file.close()
 
 
 class Receiver:
-    """Receiver `index` of the channel."""
+    """The receiving end of one rank; `index` counts the receivers from 0."""
 
     def __init__(self, channel: Channel, index: int) -> None:
         self._ring = _Ring(channel)
@@ -88,8 +91,10 @@ class Receiver:
         self._next = 0
 
     def receive(self, check: Check = lambda: None) -> bytes:
-        """The next message, in the order sent; `check` is called while there is none. If it
-        raises, nothing is lost unless pieces of the message had come."""
+        """Returns the next message, in the order sent; `check` is called while there is none.
+
+        If that raises, nothing is lost unless pieces of the message had come.
+        """
         pieces, has_more = list[bytes](), True
         while has_more:
             wait_until(lambda: self._ring.published > self._next, check)
@@ -99,13 +104,17 @@ class Receiver:
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Frees this end. A second call does nothing."""
         self._ring.close()
 
 
 class _Ring:
-    """The layout: int64 number of published slots, one int64 of acknowledged slots per receiver,
-    then the slots. Aligned 8-byte stores are atomic; fences keep them in order with the payload."""
+    """The layout of the shared memory.
+
+    First comes the number of published slots, int64, then one int64 for each receiver with the
+    slots that it has acknowledged, then the slots. Aligned stores of 8 bytes are atomic, and fences
+    keep them in order with the payload.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._memory = mmap.mmap(channel.fd, channel.num_bytes)
@@ -140,14 +149,16 @@ class _Ring:
         return piece, bool(has_more)
 
     def close(self) -> None:
-        """The memory cannot be closed while views of it exist."""
+        """Releases all views first: the memory cannot be closed while there are any."""
         for view in (self._header, *self._slots):
             view.release()
         self._memory.close()
 
 
 def _fence() -> None:
-    """Memory accesses before and after stay on their side, on any processor: POSIX (4.12) says so
-    of what a lock is made of."""
+    """Keeps memory accesses before and after it apart, on any processor.
+
+    POSIX (4.12, Memory Synchronization) promises that of locking a mutex.
+    """
     with _fence_lock:
         pass

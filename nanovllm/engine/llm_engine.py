@@ -1,4 +1,4 @@
-"""Request lifecycle and the step loop: checks requests, schedules, launches, completes."""
+"""The request lifecycle and the step loop: check, schedule, launch, complete."""
 
 from array import array
 from collections import deque
@@ -24,7 +24,7 @@ Runner = ModelRunner | TensorParallelExecutor
 
 
 class LLMEngine:
-    """Serves requests on one model. Keywords are the fields of `Config`."""
+    """Serves requests on one model. Its keywords are the fields of `Config`."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
@@ -45,17 +45,20 @@ class LLMEngine:
         self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queues one request, returns its id; `TypeError`/`ValueError` if it cannot be served."""
+        """Queues one request and returns its id.
+
+        Raises `TypeError` or `ValueError` if the request cannot be served.
+        """
         self._check_open()
         check_sampling_params(sampling_params, "sampling_params")
         return self._enqueue(self._checked_token_ids(prompt, "prompt"), sampling_params)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Launches one step and completes the one before; with `async_scheduling` off, itself.
+        """Launches one step and completes the one before it, or with `async_scheduling` off itself.
 
-        Returns the requests that ended with the completed step, as (id, completion token ids), and
-        its tokens: those computed by a prefill, or minus the number of sequences decoded. ([], 0)
-        if there is no step to complete, as in the first call.
+        Returns the requests that ended in the completed step, as (id, completion token ids), and a
+        count: the tokens that a prefill step computed, or minus the sequences that a decode step
+        served. It returns ([], 0) if there is no step to complete, as in the first call.
         """
         finished, num_tokens = self._step()
         finished = self._unreported + finished
@@ -67,8 +70,10 @@ class LLMEngine:
         return self.scheduler.is_finished() and not self._unreported
 
     def exit(self) -> None:
-        """Drops all requests, frees model and cache; the engine cannot be used afterwards.
-        Idempotent."""
+        """Drops all requests and frees model and cache. A second call does nothing.
+
+        Any other method raises `RuntimeError` afterwards.
+        """
         self.scheduler.abort_all()
         self._in_flight.clear()
         self._unreported.clear()
@@ -77,9 +82,10 @@ class LLMEngine:
             self._runner = None
 
     def _step(self) -> tuple[list[Sequence], int]:
-        """As `step`, for all requests: schedules and launches a step, then completes the one before
-        (or itself, without `async_scheduling`). Should that raise, the steps in flight are undone
-        and their requests start afresh."""
+        """Does what `step` says, and returns the sequences that ended.
+
+        If anything raises, the steps in flight are undone and their requests start afresh.
+        """
         runner = self._check_open()
         try:
             batch = self.scheduler.schedule()
@@ -99,7 +105,7 @@ class LLMEngine:
         return finished, num_tokens if completed.is_prefill else -num_tokens
 
     def _abort(self, seq_ids: list[int]) -> None:
-        """Drops requests; those that have ended are left alone."""
+        """Drops requests, except those that have ended."""
         self.scheduler.abort(seq_ids)
         self._forget_idle_steps()
 
@@ -123,7 +129,7 @@ class LLMEngine:
         return seq_id
 
     def _checked_token_ids(self, prompt: Prompt, what: str) -> "array[int]":
-        """`prompt` as token ids of the engine's own; errors call it `what`."""
+        """Returns the prompt as an array of token ids; errors about it call it `what`."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
@@ -167,7 +173,7 @@ class LLMEngine:
 
 
 def make_runner(config: Config) -> Runner:
-    """One rank computes in this process; more are this one and processes of their own."""
+    """Makes what computes: one rank in this process, or several in processes of their own."""
     if config.tensor_parallel_size == 1:
         return ModelRunner(config, TPGroup())
     return TensorParallelExecutor(config)
@@ -179,6 +185,9 @@ def check_sampling_params(value: object, what: str) -> None:
 
 
 def request_seed(own: int | None, engine_seed: int, number: int) -> int:
-    """64 bits that key a request's noise: from its own seed, else from engine and number."""
+    """Returns 64 bits that key a request's sampling noise.
+
+    They depend on the request's own seed, or without one on the engine's and the request's number.
+    """
     parts = [engine_seed, number] if own is None else [own]
     return xxhash.xxh64_intdigest(b"".join(part.to_bytes(8, "little") for part in parts))

@@ -140,7 +140,10 @@ class ModelRunner:
         return self.model(inputs.input_ids, inputs.positions, inputs.context, wanted)
 
     def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] -> the next token of each row, int64 [n], kept as its last."""
+        """Samples the next token of each row and keeps it there.
+
+        hidden [n, hidden_size] -> token ids int64 [n]
+        """
         logits = self.model.compute_logits(hidden)
         sampled: torch.Tensor = self.sampler(logits, rows, self.rows.sampling)
         return sampled

@@ -1,8 +1,8 @@
-"""What the runner keeps per resident sequence, on the model's device.
+"""What the runner keeps for each resident sequence, on the model's device.
 
-The scheduler names rows; the state here is what a step derives its inputs from, and where it leaves
-its result, so that a decode step needs nothing but the list of rows. All updates happen in launch
-order, on one stream.
+The scheduler names rows. A step derives its inputs from the state of its rows and leaves its result
+there, so that a decode step needs nothing but the list of rows. All updates happen in launch order,
+on one stream.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from nanovllm.utils.sampling_state import SamplingState
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model's forward takes: int64 [t], int64 [t], attention metadata."""
+    """The arguments of the model's forward: ids int64 [t], positions int64 [t], and metadata."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -45,8 +45,8 @@ class RowState:
     ) -> tuple[StepInputs, torch.Tensor, torch.Tensor]:
         """Starts the batch's new rows and counts its tokens as cached.
 
-        -> the step's inputs, int64 [m], which of its tokens are followed by a sampled one, and
-        int64 [m], the rows that get those.
+        Returns the step's inputs; the indices int64 [m] of the tokens after which one is sampled;
+        and the rows int64 [m] that get the sampled tokens.
         """
         inits = {r: c.init for r, c in zip(batch.rows, batch.chunks, strict=True) if c.init}
         if inits:
@@ -82,19 +82,22 @@ class RowState:
         return StepInputs(input_ids, positions, context), last, sampled_rows
 
     def grow(self, growth: Sequence[BlockGrowth]) -> None:
-        """Appends blocks to block tables."""
+        """Writes new blocks into the block tables."""
         if growth:
             news = np.array([(g.row, g.index, g.block_id) for g in growth])
             row, index, block_id = self._to_device.send(*news.T)
             self.block_tables[row, index] = block_id.to(torch.int32)
 
     def send_rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """int64 [len(rows)] on the device"""
+        """Sends row indices to the device, int64 [n]."""
         return self._to_device.send(np.array(rows))[0]
 
     def decode_inputs(self, rows: torch.Tensor, max_context_len: int) -> StepInputs:
-        """The next token of each of `rows`, int64 [n], -1 for padding (on CUDA); counts it as
-        cached. max_context_len: a bound on the context lengths, this token included."""
+        """Returns the inputs of a step that computes the last token of each row.
+
+        It counts those tokens as cached. rows: int64 [n], -1 for padding, on CUDA only.
+        max_context_len: a bound on the context lengths, these tokens included.
+        """
         state = self.sampling
         if rows.is_cuda:
             from nanovllm.kernels.rows import decode_inputs

@@ -1,8 +1,8 @@
-"""Who runs in the next step, with how many tokens.
+"""Decides who runs in the next step, with how many tokens.
 
 `schedule()` advances counters and takes blocks, `postprocess()` only fills in values. So a step can
-be scheduled before the ids of the one before it are known; what needs those ids (preemption) waits
-until no step is in flight. Knows nothing of tensors.
+be scheduled before the ids of the one before it are known. Preemption needs those ids, and waits
+until no step is in flight. Nothing here knows of tensors.
 """
 
 from collections import deque
@@ -53,16 +53,17 @@ class Scheduler:
         return self.max_num_seqs - len(self._free_rows)
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, or None if nothing can run before the step in flight has completed."""
+        """Returns the next step, None if nothing can run before the step in flight completes."""
         batch = self._schedule_prefill() or self._schedule_decode()
         if batch is not None:
             self._num_in_flight += 1
         return batch
 
     def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
-        """Completes the oldest step in flight: `token_ids` belong to `batch.sampled_seq_ids`.
+        """Completes the oldest step in flight and returns the sequences that ended with it.
 
-        Returns the sequences that ended. Ids for sequences that had ended before are dropped.
+        token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
+            before is dropped.
         """
         self._num_in_flight -= 1
         for seq_id, chunk in zip(batch.seq_ids, batch.chunks, strict=False):  # decode: no chunks
@@ -83,7 +84,7 @@ class Scheduler:
         return finished
 
     def abort(self, seq_ids: Collection[int]) -> None:
-        """Drops requests, wherever they are; ids of steps in flight are dropped later."""
+        """Drops requests, wherever they are; what steps in flight sample for them is dropped."""
         aborted = [self._unfinished.pop(i) for i in seq_ids if i in self._unfinished]
         for seq in aborted:
             self._release(seq)
@@ -95,11 +96,11 @@ class Scheduler:
         self.abort(list(self._unfinished))
 
     def forget_steps_in_flight(self) -> None:
-        """Their ids will not come, and nobody waits for them."""
+        """Counts no step as in flight any more: the ids of those that are will not be read."""
         self._num_in_flight = 0
 
     def recover(self) -> None:
-        """After a step failed: forgets the steps in flight, and starts all residents afresh."""
+        """Forgets the steps in flight and starts all residents afresh, after a step has failed."""
         self.forget_steps_in_flight()
         if self.waiting:
             self._release(self.waiting[0])
@@ -137,10 +138,11 @@ class Scheduler:
         return self._batch(seqs, chunks, []) if seqs else None
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        """One token for each running sequence, but for those whose last is already being sampled.
+        """Schedules one token for each running sequence whose last token is not yet in flight.
 
-        Preempts, most recently admitted first, until each has its block; None if that would take
-        ids of a step in flight: they are part of what a preempted sequence must recompute.
+        It preempts the most recently admitted sequences until the others have their blocks. It
+        returns None if that must wait for a step in flight: a preempted sequence recomputes its
+        tokens, those ids included.
         """
         while True:
             seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
@@ -168,7 +170,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _release(self, seq: Sequence) -> None:
-        """Takes row and blocks from `seq`; what it had computed must be computed again."""
+        """Takes row and blocks from `seq`, which must compute all its tokens again."""
         if seq.row is None:
             return
         self.block_manager.free(seq)

@@ -16,7 +16,7 @@ NO_BLOCKS: list[int] = []  # the table of all that wait: replaced on admission, 
 class Sequence:
     """A request's tokens, blocks and progress.
 
-    seq_id: unique in its engine, in order of submission.
+    seq_id: a number that is unique in its engine and rises with submission.
     token_ids: prompt and completion as far as known; takes over `prompt_token_ids`. An array("q"),
         not a list: the garbage collector would visit every id of every waiting prompt, again and
         again. For its sake too, a waiting sequence holds no other object of its own.

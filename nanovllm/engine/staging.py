@@ -1,6 +1,6 @@
-"""Small arrays between host and device without a wait: pinned buffers in rotation.
+"""Copies small arrays between host and device without waiting, through pinned buffers in rotation.
 
-A buffer is refilled only after the event that ends its last copy; on the CPU nothing is copied.
+A buffer is refilled only after the event that ends its last copy. On the CPU nothing is copied.
 """
 
 import time
@@ -24,8 +24,10 @@ class _PinnedBuffer:
 
 
 def wait_for(event: torch.cuda.Event, group: TPGroup) -> None:
-    """Waits for `event`; with ranks, `PeerLostError` if another is lost or hangs. In pieces then:
-    Python serves signals only between them."""
+    """Waits for `event`; raises `PeerLostError` if another rank is lost or hangs.
+
+    With ranks it waits in pieces, since Python serves signals only between them.
+    """
     if group.size == 1:
         event.synchronize()
         return
@@ -40,7 +42,7 @@ def wait_for(event: torch.cuda.Event, group: TPGroup) -> None:
 
 
 class HostToDevice:
-    """Sends arrays of 8-byte numbers."""
+    """Sends small arrays to the device."""
 
     def __init__(self, device: torch.device, group: TPGroup) -> None:
         self._device = device
@@ -48,8 +50,10 @@ class HostToDevice:
         self._buffers: list[_PinnedBuffer] = []
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Sends arrays [n], each of its own n, in one copy -> float64 tensors [n] of those that are
-        float64, int64 tensors of the others."""
+        """Sends arrays of any lengths in one copy; returns tensors of the same lengths.
+
+        float64 arrays become float64 tensors, all others int64 tensors.
+        """
         is_float = [array.dtype == np.float64 for array in arrays]
         arrays = tuple(
             array if keep else array.astype(np.int64, copy=False)
@@ -72,7 +76,7 @@ class HostToDevice:
         ]
 
     def _next_buffer(self, size: int) -> _PinnedBuffer:
-        """The least recently used buffer, free for refilling, of at least `size` elements."""
+        """Returns the least recently used buffer, once it is free, with room for `size` numbers."""
         if len(self._buffers) < NUM_BUFFERS:
             self._buffers.append(_PinnedBuffer(1 << max(size - 1, 1023).bit_length()))
         else:
@@ -85,7 +89,7 @@ class HostToDevice:
 
 
 class FetchedIds:
-    """`StepHandle` whose ids are on the host once `event` has passed."""
+    """A `StepHandle` whose ids are on the host once `event` has passed."""
 
     def __init__(self, ids: torch.Tensor, event: torch.cuda.Event | None, group: TPGroup) -> None:
         self._ids = ids
@@ -99,8 +103,10 @@ class FetchedIds:
 
 
 class DeviceToHost:
-    """Fetches int64 tensors of at most `capacity` elements; a result must be read before
-    `NUM_BUFFERS` more are fetched."""
+    """Fetches int64 tensors of at most `capacity` elements from the device.
+
+    A result must be read before `NUM_BUFFERS` more are fetched.
+    """
 
     def __init__(self, device: torch.device, capacity: int, group: TPGroup) -> None:
         self._is_cuda = device.type == "cuda"

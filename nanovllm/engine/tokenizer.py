@@ -13,7 +13,11 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """None, with a warning, if the directory has no vocabulary."""
+    """Loads the tokenizer of a checkpoint directory.
+
+    Returns None, with a warning, if the directory has no vocabulary. Raises `ValueError` if what it
+    has cannot be loaded.
+    """
     if not any((Path(model) / name).is_file() for name in VOCABULARY_FILES):
         logger.warning("%s has no tokenizer: prompts must be token ids, text stays empty", model)
         return None
@@ -29,7 +33,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
 def stop_token_ids(
     model: str, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> set[int]:
-    """The union of what tokenizer, config and generation_config.json call end of sequence."""
+    """Returns all ids that tokenizer, config or generation_config.json call end of sequence."""
     sources: list[Any] = [hf_config.eos_token_id]
     if tokenizer is not None:
         sources.append(tokenizer.eos_token_id)

@@ -54,7 +54,7 @@ def worker_main(
 
 
 def serve(runner: ModelRunner, receiver: Receiver) -> None:
-    """Calls the methods of `runner` that rank 0 sends as (method, arguments), until "exit"."""
+    """Calls the methods of `runner` that rank 0 names, up to and including `exit`."""
     method = ""
     while method != "exit":
         method, arguments = pickle.loads(receiver.receive())

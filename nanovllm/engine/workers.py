@@ -1,4 +1,4 @@
-"""The processes of ranks 1 to N-1: started, watched and ended, by force if need be."""
+"""Starts, watches and ends the processes of ranks 1 to N-1, by force if need be."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ class RankDiedError(RuntimeError):
 
 
 class Worker:
-    """The parent's side of one worker process, and what has become of it."""
+    """One worker process as the parent sees it, and what has become of it."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
         self.rank = rank
@@ -45,7 +45,7 @@ class Worker:
         self.has_lost_peer = False
 
     def look(self) -> None:
-        """Takes note of what it has sent and whether it has ended."""
+        """Takes note of what the worker has sent and whether it has ended."""
         report = ""
         has_ended = not self.process.is_alive()  # asked first: what it sent before is then there
         try:
@@ -63,7 +63,7 @@ class Worker:
 
 
 class Workers:
-    """Ranks 1 to N-1 and what this process shares with them."""
+    """The processes of ranks 1 to N-1 and what this process shares with them."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -73,7 +73,7 @@ class Workers:
         self._watcher: Thread | None = None
 
     def start(self, config: Config) -> TPGroup:
-        """Spawns the workers; returns the group of all ranks."""
+        """Spawns the workers, meets them, and returns the group of all ranks."""
         size = config.tensor_parallel_size
         self._sender = Sender(size - 1)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
@@ -99,8 +99,10 @@ class Workers:
         return self._group
 
     def _connect(self, config: Config, store_file: str) -> TPGroup:
-        """In a thread, so as to notice Ctrl-C, and a worker that ends before it is there. From then
-        on the thread watches the workers."""
+        """Meets the workers in a thread, and leaves that thread to watch them afterwards.
+
+        So Ctrl-C, and a worker that ends before it is there, are noticed meanwhile.
+        """
         processes = [worker.process for worker in self._workers]
         future: Future[TPGroup] = Future()
 
@@ -138,7 +140,7 @@ class Workers:
             raise failures[0]
 
     def wait_for_cause(self) -> RankDiedError | None:
-        """A worker's end that explains why others are lost, given time to come to light."""
+        """Returns the worker's end that explains why others are lost; waits a while for it."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while not self._failures(of_their_own=True) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -154,8 +156,10 @@ class Workers:
         ]
 
     def end(self, gently: bool = True) -> None:
-        """Ends the workers and removes what was shared; by force those that have not ended within
-        their time, all if not `gently` or on Ctrl-C. Idempotent."""
+        """Ends the workers and removes what was shared. A second call does nothing.
+
+        Workers that do not end in time are killed; so are all if not `gently`, and on Ctrl-C.
+        """
         try:
             if gently and not self._failures():
                 self._ask_to_exit()
@@ -174,7 +178,10 @@ class Workers:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
     def close_links(self) -> None:
-        """Frees what joins the GPUs, which the first worker's end has aborted. Idempotent."""
+        """Frees what joins the GPUs, once the first worker's end has aborted it.
+
+        A second call does nothing.
+        """
         group, self._group = self._group, None
         watcher, self._watcher = self._watcher, None
         if group is not None and group.links is not None:
@@ -203,8 +210,10 @@ def _end_links(future: "Future[TPGroup]") -> None:
 
 
 def _abort_with_first(processes: list[BaseProcess], links: GPULinks | None) -> None:
-    """Once a worker has ended, however: a GPU would wait for it without end, and then the host,
-    wherever it next waits for the GPU."""
+    """Aborts the links between the GPUs as soon as a worker has ended, however it did.
+
+    Otherwise this GPU would wait for the other one without end, and the host for this GPU.
+    """
     if links is None:
         return
     wait_for_any([process.sentinel for process in processes])
@@ -214,7 +223,7 @@ def _abort_with_first(processes: list[BaseProcess], links: GPULinks | None) -> N
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """A process started here never gets a Ctrl-C: it is the parent's to handle."""
+    """Starts processes that never get a Ctrl-C: the parent handles it for all."""
     resource_tracker.ensure_running()  # process.start() would, and then unblock them
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

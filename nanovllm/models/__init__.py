@@ -1,4 +1,4 @@
-"""Model classes by the name that a checkpoint's `architectures` gives."""
+"""The registry of model classes, by the names that checkpoints give in `architectures`."""
 
 from transformers import PretrainedConfig
 

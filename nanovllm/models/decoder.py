@@ -155,7 +155,7 @@ class Decoder(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """A `CausalLM` made of the blocks above; a family says what its attention is like."""
+    """A `CausalLM` made of the blocks above; each family defines its `attention_spec`."""
 
     packed_modules_mapping: ClassVar[PackedModules] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -177,7 +177,7 @@ class DecoderForCausalLM(nn.Module):
 
     @staticmethod
     def attention_spec(hf_config: PretrainedConfig) -> AttentionSpec:
-        """Reads from the config what this family's attention is like."""
+        """Reads the attention of this family from the config."""
         raise NotImplementedError
 
     @property
