@@ -18,15 +18,16 @@ from xml.sax.saxutils import escape
 
 GPU = "H200"
 # (layers, hidden size) -> name; lowest and highest output tok/s of second and later runs, measured
-# on the same GPU model (one NVIDIA H200, torch 2.11.0+cu130) with the same workload; see README.
+# on one NVIDIA H200 with torch 2.11.0+cu130. The lowest are of bench.py's own workload, the highest
+# of the job "bench" in docs/benchmarks/2026-12-01.md, whose lengths have the same distribution.
 PEERS: dict[tuple[int, int], tuple[str, dict[str, tuple[float, float]]]] = {
     (28, 1024): (
         "Qwen3-0.6B",
-        {"nano-vllm": (18_400, 18_800), "vLLM 0.24": (21_300, 23_000)},
+        {"nano-vllm": (18_400, 20_080), "vLLM 0.24": (21_300, 23_197)},
     ),
     (36, 2560): (
         "Qwen3-4B shape",
-        {"nano-vllm": (10_350, 10_350), "vLLM 0.24": (11_900, 11_900)},
+        {"nano-vllm": (10_350, 11_315), "vLLM 0.24": (11_900, 12_608)},
     ),
 }
 FLOORS = {(28, 1024): 36_200, (36, 2560): 17_700}  # unless the result has one of its own
@@ -42,7 +43,8 @@ WORKLOAD = {
 NOTES = (
     "Second and later runs of a process, lowest to highest; nano-vllm bb823b3, vLLM 0.24.0, torch "
     "2.11.0+cu130.",
-    "The others were measured on the same GPU model with the same workload; see README.",
+    "All were measured on the same GPU model, with lengths of the same distribution; see "
+    "docs/benchmarks/.",
     "Hardware limit: K/V and weight reads at the measured rate of a copy, prefill at that of a "
     "large matrix product.",
 )
