@@ -19,9 +19,8 @@ from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.report import as_text, engine_choices, gpus, main, report, version
-from tests.checkpoints import edit_json, make_checkpoint
-
-ROOT = Path(__file__).parents[1]
+from tests.helpers import ROOT
+from tests.helpers.checkpoints import edit_json, make_checkpoint
 
 
 def run_python(*args: str) -> "subprocess.CompletedProcess[str]":
