@@ -211,15 +211,17 @@ def test_readme_quick_start_runs(tiny_qwen3: Path, capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
-def test_readme_names_every_module_once() -> None:
-    lines = code_block(section("Files"), "").splitlines()
-    named = [line.split(maxsplit=1) for line in lines if line.startswith("nanovllm/")]
-    assert all(len(line) == 2 for line in named), "each file has a description"
-    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "nanovllm").rglob("*.py")]
-    assert sorted(line[0] for line in named) == sorted(modules)
-    for line in lines:
-        path = line.split()[0]
-        assert (ROOT / path).exists(), f"{path} is gone"
+def test_readme_reading_path_names_files_of_the_package() -> None:
+    path, skipped = section("Reading path").split("Skip at first:")
+    for text, at_least in ((path, 12), (skipped, 10)):
+        named = re.findall(r"\(nanovllm/[^)]+\.py\)", text)
+        assert len(set(named)) == len(named) >= at_least
+        for link in named:
+            assert (ROOT / link.strip("()")).is_file(), f"{link} is gone"
+
+
+def test_readme_takes_five_minutes() -> None:
+    assert len(README.split()) < 1600
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_readme_lists_every_option_with_its_default(title: str, cls: Any) -> Non
         for field in fields(cls)
         if field.init
     ]
-    assert [(name, default.replace('"', "'")) for name, default in listed] == expected
+    assert sorted((name, default.replace('"', "'")) for name, default in listed) == sorted(expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default on a GPU is the full workload")
