@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.kernels import compile_cpu_kernels
-from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import (
     BACKENDS,
     AttentionLayout,
     select_backend,
     unfit_reason,
 )
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.onednn import reordered
 from nanovllm.models import model_class
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
@@ -42,7 +42,6 @@ PACKAGES = (
     "numpy",
 )
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET")
-CUDA_MATMUL = "torch, or in decode steps what autotune_matmul finds to be faster"
 GIB = 2**30
 
 
@@ -111,24 +110,23 @@ def engine_choices(config: Config) -> dict[str, Any]:
 
     attention_backends: for each backend the reason why it cannot be used, None if it can.
     """
-    cls = model_class(config.hf_config)
+    cls, dtype = model_class(config.hf_config), config.torch_dtype
     with torch.device("meta"):  # shapes only
         model = cls(config.hf_config, TPGroup(), tie_word_embeddings=True)
-    attention = next(module for module in model.modules() if isinstance(module, Attention))
-    layout = AttentionLayout(
-        config.torch_device, config.torch_dtype, attention.head_dim, config.kvcache_block_size
-    )
+    head_dim = model.attention_layers[0].head_dim
+    layout = AttentionLayout(config.torch_device, dtype, head_dim, config.kvcache_block_size)
+    backend = select_backend(config.attention_backend, layout).name
     is_cuda = config.torch_device.type == "cuda"
     return {
         "architectures": config.hf_config.architectures,
         "num_layers": config.hf_config.num_hidden_layers,
         "hidden_size": config.hf_config.hidden_size,
         "device": str(config.torch_device),
-        "dtype": str(config.torch_dtype).removeprefix("torch."),
-        "attention_backend": select_backend(config.attention_backend, layout).name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention_backend": backend,
         "attention_backends": {name: unfit_reason(name, layout) for name in BACKENDS},
-        "kernels": "triton" if is_cuda else _cpu_kernels(config.torch_dtype),
-        "matmul": CUDA_MATMUL if is_cuda else _cpu_matmul(config.torch_dtype),
+        "kernels": "triton" if is_cuda else _cpu_kernels(dtype),
+        "matmul": _gpu_matmul(config, backend) if is_cuda else _cpu_matmul(dtype),
     }
 
 
@@ -137,12 +135,18 @@ def _cpu_kernels(dtype: torch.dtype) -> str:
     return "numba in small steps, else torch" if has_kernels else "torch"
 
 
+def _gpu_matmul(config: Config, backend: str) -> str:
+    is_captured = not config.enforce_eager and backend != "torch"
+    if config.autotune_matmul and is_captured and config.torch_dtype.itemsize == 2:
+        return "torch, or in captured decode steps what autotune_matmul measures to be faster"
+    return "torch"
+
+
 def _cpu_matmul(dtype: torch.dtype) -> str:
     """Finds out how a linear layer keeps its weight on this CPU."""
-    layer = RowParallelLinear(TPGroup(), 64, 64).to(dtype)
-    layer.finish_loading()
-    layout = "oneDNN's layout" if layer.weight.is_mkldnn else "torch's layout"
-    return f"weights in {layout}, {str(layer.weight.dtype).removeprefix('torch.')}"
+    weight = reordered(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
+    layout = "oneDNN's layout" if weight.is_mkldnn else "torch's layout"
+    return f"weights in {layout}, {str(weight.dtype).removeprefix('torch.')}"
 
 
 def report(model: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,11 @@
 """The pages for users and contributors: their links, the code that they name, and their example."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +77,47 @@ def test_the_example_of_adding_a_model_equals_hugging_face(
     with LLM(str(path), max_model_len=256) as llm:
         ids = greedy_ids(llm, prompts, max_tokens=24)
     assert ids == [reference.greedy(prompt, 24, stop=frozenset()) for prompt in prompts]
+
+
+LIMITED_SAMPLING = """
+import torch
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.sampler import sample
+from nanovllm.layers.sampler import best_tokens
+from nanovllm.utils.sampling_state import SamplingState
+
+params = [SamplingParams(temperature=i % 2, vocab_limit=(None, 5, 900)[i % 3]) for i in range(12)]
+state, rows = SamplingState.zeros(12, torch.device("cpu")), torch.arange(12)
+columns = SamplingState.columns(params, range(12))
+state.start(rows, *map(torch.from_numpy, columns))
+logits = torch.randn(12, 2048, generator=torch.Generator().manual_seed(0))
+expected = best_tokens(logits, rows, state)[1]
+assert sample(logits, rows, state).equal(expected)
+assert expected[1::3].max() < 5 and expected[2::3].max() < 900 and expected[0::3].max() >= 900
+with LLM("demo/austen", device="cpu", max_model_len=64) as llm:
+    outputs = llm.generate(["She"] * 2, [SamplingParams(vocab_limit=600, ignore_eos=True)] * 2)
+assert max(token for output in outputs for token in output["token_ids"]) < 600
+"""
+
+
+def test_the_example_of_adding_a_sampling_parameter_applies(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    shutil.copytree(ROOT / "nanovllm", tmp_path / "nanovllm")
+    shutil.copytree(ROOT / "demo" / "austen", tmp_path / "demo" / "austen")
+    page = (ROOT / "docs" / "adding_a_sampling_parameter.md").read_text()
+    steps = re.split(r"^### .*`(nanovllm/.*)`$", page, flags=re.M)[1:]
+    assert steps[::2] == re.findall(r"^\| `(nanovllm/.*?)` \|", page, re.M)
+    for name, text in zip(steps[::2], steps[1::2], strict=True):
+        source = (tmp_path / name).read_text()
+        for hunk in re.findall(r"```diff\n(.*?)```", text, re.S):
+            lines = hunk.splitlines(keepends=True)
+            before = "".join(line[1:] for line in lines if line[0] != "+")
+            after = "".join(line[1:] for line in lines if line[0] != "-")
+            assert source.count(before) == 1, f"{name} does not have once:\n{before}"
+            source = source.replace(before, after)
+        (tmp_path / name).write_text(source)
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(
+        [sys.executable, "-c", LIMITED_SAMPLING], check=True, cwd=tmp_path, env=env, timeout=300
+    )
