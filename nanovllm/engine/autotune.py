@@ -1,4 +1,7 @@
-"""Chooses the matmuls of decode steps: torch's own, or one of kernels/matmul.py where it is faster.
+"""Chooses the matmuls of captured decode steps: torch's own, or a faster one of kernels/matmul.py.
+
+Only CUDA graphs use the choice: a step that is launched kernel by kernel is bound by the host, for
+which torch's own matmuls are cheaper to launch than Triton's kernels.
 
 Candidates are measured on this GPU in CUDA graphs, over the layers' own weights, of which it takes
 enough to overflow the cache. A layer is measured with what reads its result: the norm that adds up
@@ -6,14 +9,15 @@ split-K's partial sums, or the SiLU(gate) * up that some matmuls compute in thei
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.engine.compilation import compile_together
-from nanovllm.layers.linear import Linear, Matmul
+from nanovllm.layers.linear import Linear, Matmul, MatmulTable
 from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.distributed import TPGroup
 
@@ -26,8 +30,26 @@ ENOUGH_BYTES = 2**28  # of weights
 TORCH = -1  # stands for torch's own matmul, where others are indices of the candidates
 
 
-def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> None:
-    """Fills `matmuls` of the model's linear layers, for steps of up to `max_num_tokens` tokens.
+class TunedMatmuls:
+    """The matmuls chosen for each linear layer of a model; none by default."""
+
+    def __init__(self) -> None:
+        self.choices: list[tuple[Linear, MatmulTable]] = []
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Lets the layers use their matmuls within the block."""
+        for layer, matmuls in self.choices:
+            layer.matmuls = matmuls
+        try:
+            yield
+        finally:
+            for layer, _ in self.choices:
+                layer.matmuls = ()
+
+
+def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> TunedMatmuls:
+    """Chooses matmuls for the model's linear layers, for steps of up to `max_num_tokens` tokens.
 
     Layers of one shape and kind get the same. Rank 0 decides for all ranks.
     """
@@ -39,6 +61,7 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> No
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.is_tunable:
             alike.setdefault((layer.weight.shape, type(layer)), []).append(layer)
+    tuned = TunedMatmuls()
     if group.rank == 0:
         _compile([layers[0] for layers in alike.values()], limits, group)
     for layers in alike.values():
@@ -46,12 +69,12 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> No
         if group.rank == 0:
             choices = [_fastest(layers, limit, group) for limit in limits]
         choices = group.all_gather(torch.tensor(choices, device="cpu"))[0].tolist()
-        matmuls = [
+        matmuls = tuple(
             (limit, None if choice == TORCH else CANDIDATES[limit][choice])
             for limit, choice in zip(limits, choices, strict=True)
-        ]
-        for layer in layers:
-            layer.matmuls = tuple(matmuls)
+        )
+        tuned.choices += [(layer, matmuls) for layer in layers]
+    return tuned
 
 
 def _compile(layers: Sequence[Linear], limits: Sequence[int], group: TPGroup) -> None:

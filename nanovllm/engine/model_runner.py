@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.autotune import autotune_matmuls
+from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.compilation import compile_together, decode_attention_calls
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes, graph_bytes
@@ -37,6 +37,7 @@ class ModelRunner:
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
+        self._tuned_matmuls = TunedMatmuls()
         free_at_start = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -112,7 +113,7 @@ class ModelRunner:
         attention = self.model.attention_layers[0]
         compile_together(decode_attention_calls(attention, self._decode_sizes()), device)
         if sizes and config.autotune_matmul:
-            autotune_matmuls(self.model, sizes[-1], self.group)
+            self._tuned_matmuls = autotune_matmuls(self.model, sizes[-1], self.group)
         working_bytes = activation_bytes(self._warm_up, device)
         working_bytes += graph_bytes(self._capture, sizes, device) if sizes else 0
         self.kv_cache.allocate_on_gpu(free_at_start, working_bytes)
@@ -154,7 +155,10 @@ class ModelRunner:
 
     def _capture(self, sizes: Sequence[int]) -> DecodeGraphs:
         max_model_len = self.config.max_model_len
-        return DecodeGraphs(lambda rows: self._decode_step(rows, max_model_len), sizes, self.device)
+        with self._tuned_matmuls.applied():
+            return DecodeGraphs(
+                lambda rows: self._decode_step(rows, max_model_len), sizes, self.device
+            )
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads

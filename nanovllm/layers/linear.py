@@ -43,7 +43,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 class Linear(nn.Module):
     """y = x W^T (+ bias).
 
-    On a GPU the engine's autotuning fills `matmuls`; more tokens than it covers go through torch.
+    matmuls: what few tokens are multiplied by while CUDA graphs are captured; else it is empty.
     On a CPU the weight is kept in oneDNN's layout between loads.
     """
 

@@ -92,7 +92,7 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
         inputs = runner.rows.decode_inputs(rows, runner.config.max_model_len)
         return runner.model.compute_logits(runner._forward(inputs))
 
-    with torch.inference_mode():
+    with torch.inference_mode(), runner._tuned_matmuls.applied():
         device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # 2 rows of padding
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -169,12 +169,17 @@ def test_autotuned_matmuls_are_as_good(
     monkeypatch.setattr(autotune, "MARGIN", 1e9)
     sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
     with LLM(str(checkpoint), dtype="bfloat16", **sizes) as llm:
+        assert llm._runner is not None
         linear = linear_of(llm, kind)
-        assert [most for most, _ in linear.matmuls] == [16, 64]
-        assert all(matmul is not None for _, matmul in linear.matmuls)
+        assert linear.matmuls == (), "eager steps use torch's own"
+        tuned = llm._runner._tuned_matmuls
+        (matmuls,) = [matmuls for layer, matmuls in tuned.choices if layer is linear]
+        assert [most for most, _ in matmuls] == [16, 64]
+        assert all(matmul is not None for _, matmul in matmuls)
         for num_tokens in (1, 16, 17, 64, 65):
             x = torch.randn(num_tokens, linear.weight.shape[1]).cuda().bfloat16()
-            out = linear(x).float()
+            with tuned.applied():
+                out = linear(x).float()
             out = out if out.dim() == 2 else out.sum(0)
             expected = x.float() @ linear.weight.float().T
             if linear.is_gated:
@@ -189,7 +194,8 @@ def test_matmuls_are_torchs_own_without_autotuning(
     monkeypatch.setattr(autotune, "MARGIN", 1e9)
     sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
     with LLM(str(checkpoint), dtype="bfloat16", **sizes, **config) as llm:
-        assert linear_of(llm, "qkv_proj").matmuls == ()
+        assert llm._runner is not None
+        assert llm._runner._tuned_matmuls.choices == []
 
 
 def linear_of(llm: LLM, kind: str) -> Linear:
