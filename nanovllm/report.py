@@ -2,7 +2,7 @@
 
 Run: python -m nanovllm.report [--model DIR] [--json]
 
-It works without a GPU, triton and flash-attn, and reads no weights. Whatever goes wrong with the
+It works without a GPU, triton and flash-attn, and reads no weights. Whatever is wrong with the
 checkpoint becomes a line of the report.
 """
 
@@ -14,7 +14,6 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,21 +31,13 @@ from nanovllm.models import model_class
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
 
-PACKAGES = (
-    "triton",
-    "flash-attn",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numba",
-    "numpy",
-)
+PACKAGES = ["triton", "transformers", "tokenizers", "safetensors", "numba", "numpy", "flash-attn"]
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 GIB = 2**30
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Returns the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -56,17 +47,14 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of all packages that an engine's results depend on."""
-    found = {
-        "nanovllm": version("nanovllm"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,  # names its build, such as +cu130, which the metadata may not
-    }
-    return found | {package: version(package) for package in PACKAGES}
+    """Returns the versions of Python and of all packages that an engine's results depend on."""
+    own = {"nanovllm": version("nanovllm"), "python": platform.python_version()}
+    # torch's own version names its build, such as +cu130, which the metadata may not.
+    return own | {"torch": torch.__version__} | {name: version(name) for name in PACKAGES}
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, or of the host's CPU."""
+    """Returns the name of a GPU, or of the host's CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
@@ -76,136 +64,69 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def gpus() -> list[dict[str, Any]]:
-    """The GPUs that torch sees, in the order of their indices."""
-    found = []
+def machine() -> dict[str, str]:
+    """Describes the GPUs that torch sees, the CPU, and what the environment sets."""
+    found = {"CUDA": torch.version.cuda or "none in this build of torch", "GPU": "torch sees none"}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(properties.total_memory / GIB, 1),
-            }
-        )
-    return found
-
-
-def cpu() -> dict[str, Any]:
-    """The host's CPU, its threads and its memory; `capability` is the instruction set that torch
-    uses."""
+        gpu = torch.cuda.get_device_properties(index)
+        found.pop("GPU", None)
+        size = f"{gpu.total_memory / GIB:.1f} GiB"
+        found[f"GPU {index}"] = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {size}"
     memory = host_memory()
-    return {
-        "name": device_name(torch.device("cpu")),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "num_cpus": os.cpu_count(),
-        "num_torch_threads": torch.get_num_threads(),
-        "memory_gib": round(memory.total / GIB, 1),
-        "available_memory_gib": round(memory.available / GIB, 1),
-    }
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    found["CPU"] = f"{device_name(torch.device('cpu'))}, {capability}"
+    found["threads"] = f"torch uses {threads}, the host has {os.cpu_count()} CPUs"
+    found["memory"] = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
-def engine_choices(config: Config) -> dict[str, Any]:
-    """What an engine with this configuration computes with. `ValueError` if it would be refused.
+def engine_choices(config: Config) -> dict[str, str]:
+    """Describes what an engine of this configuration computes with.
 
-    attention_backends: for each backend the reason why it cannot be used, None if it can.
+    Raises `ValueError` if such an engine would be refused.
     """
-    cls, dtype = model_class(config.hf_config), config.torch_dtype
+    hf_config, device, dtype = config.hf_config, config.torch_device, config.torch_dtype
+    cls = model_class(hf_config)
     with torch.device("meta"):  # shapes only
-        model = cls(config.hf_config, TPGroup(), tie_word_embeddings=True)
+        model = cls(hf_config, TPGroup(), tie_word_embeddings=True)
     head_dim = model.attention_layers[0].head_dim
-    layout = AttentionLayout(config.torch_device, dtype, head_dim, config.kvcache_block_size)
+    layout = AttentionLayout(device, dtype, head_dim, config.kvcache_block_size)
     backend = select_backend(config.attention_backend, layout).name
-    is_cuda = config.torch_device.type == "cuda"
-    return {
-        "architectures": config.hf_config.architectures,
-        "num_layers": config.hf_config.num_hidden_layers,
-        "hidden_size": config.hf_config.hidden_size,
-        "device": str(config.torch_device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "attention_backend": backend,
-        "attention_backends": {name: unfit_reason(name, layout) for name in BACKENDS},
-        "kernels": "triton" if is_cuda else _cpu_kernels(dtype),
-        "matmul": _gpu_matmul(config, backend) if is_cuda else _cpu_matmul(dtype),
+    layers, size = hf_config.num_hidden_layers, hf_config.hidden_size
+    found = {
+        "model": f"{', '.join(hf_config.architectures or [])}, {layers} layers, hidden size {size}",
+        "computes": f"in {_name(dtype)} on {device}",
+        "attention": backend,
     }
+    if device.type == "cuda":
+        is_tuned = config.autotune_matmul and not config.enforce_eager and dtype.itemsize == 2
+        found["kernels"] = "triton"
+        found["matmul"] = "torch" + ", or autotuned in CUDA graphs" * (
+            is_tuned and backend != "torch"
+        )
+    else:
+        weight = reordered(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
+        has_kernels = compile_cpu_kernels(dtype) is not None
+        found["kernels"] = "numba in small steps, else torch" if has_kernels else "torch"
+        layout_name = "oneDNN's" if weight.is_mkldnn else "torch's"
+        found["matmul"] = f"weights in {layout_name} layout, {_name(weight.dtype)}"
+    reasons = {f"not {name}": unfit_reason(name, layout) for name in BACKENDS}
+    return found | {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _cpu_kernels(dtype: torch.dtype) -> str:
-    has_kernels = compile_cpu_kernels(dtype) is not None
-    return "numba in small steps, else torch" if has_kernels else "torch"
-
-
-def _gpu_matmul(config: Config, backend: str) -> str:
-    is_captured = not config.enforce_eager and backend != "torch"
-    if config.autotune_matmul and is_captured and config.torch_dtype.itemsize == 2:
-        return "torch, or in captured decode steps what autotune_matmul measures to be faster"
-    return "torch"
-
-
-def _cpu_matmul(dtype: torch.dtype) -> str:
-    """Finds out how a linear layer keeps its weight on this CPU."""
-    weight = reordered(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
-    layout = "oneDNN's layout" if weight.is_mkldnn else "torch's layout"
-    return f"weights in {layout}, {str(weight.dtype).removeprefix('torch.')}"
-
-
-def report(model: str | None = None) -> dict[str, Any]:
-    """Everything that `python -m nanovllm.report` prints, ready for JSON."""
-    found: dict[str, Any] = {
-        "versions": versions(),
-        "cuda": torch.version.cuda,
-        "gpus": gpus(),
-        "cpu": cpu(),
-        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-    }
+def report(model: str | None = None) -> dict[str, str | None]:
+    """Returns all lines of the report by name. The value of a package that is missing is None."""
+    found = versions() | machine()
     if model is not None:
         try:
-            found["model"] = engine_choices(Config(model))
+            found |= engine_choices(Config(model))
         except Exception as error:  # of whatever kind: a report of a broken installation needs it
-            found["model"] = {"error": f"{type(error).__name__}: {error}"}
+            found["model"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """A report as aligned lines."""
-    rows = [(name, version or "not installed") for name, version in found["versions"].items()]
-    rows.append(("CUDA", found["cuda"] or "none in this build of torch"))
-    for index, gpu in enumerate(found["gpus"]):
-        name, capability, memory = gpu.values()
-        rows.append((f"GPU {index}", f"{name}, capability {capability}, {memory} GiB"))
-    if not found["gpus"]:
-        rows.append(("GPU", "torch sees none"))
-    host = found["cpu"]
-    rows += [
-        ("CPU", f"{host['name']}, {host['capability']}"),
-        (
-            "threads",
-            f"torch uses {host['num_torch_threads']}, the host has {host['num_cpus']} CPUs",
-        ),
-        ("memory", f"{host['available_memory_gib']} of {host['memory_gib']} GiB available"),
-        *found["environment"].items(),
-    ]
-    if "model" in found:
-        rows += _model_rows(found["model"])
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
-
-
-def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
-    if "error" in model:
-        return [("model", model["error"])]
-    size = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
-    rows = [
-        ("model", f"{', '.join(model['architectures'])}, {size}"),
-        ("computes", f"in {model['dtype']} on {model['device']}"),
-        ("attention", model["attention_backend"]),
-        ("kernels", model["kernels"]),
-        ("matmul", model["matmul"]),
-    ]
-    for name, reason in model["attention_backends"].items():
-        if reason is not None:
-            rows.append((f"not {name}", reason))
-    return rows
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -216,7 +137,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     args = parser.parse_args(argv)
     found = report(args.model)
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    width = max(map(len, found)) + 2
+    for name, value in found.items():
+        print(f"{name:<{width}}{value or 'not installed'}")
 
 
 if __name__ == "__main__":

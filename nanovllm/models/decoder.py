@@ -219,7 +219,7 @@ def check_supported(hf_config: PretrainedConfig) -> None:
         )
     layer_types = getattr(hf_config, "layer_types", None)
     if layer_types is None:  # transformers before 4.53
-        has_window = hf_config.use_sliding_window and hf_config.sliding_window is not None
+        has_window = getattr(hf_config, "use_sliding_window", False) and hf_config.sliding_window
         is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
     else:
         is_sliding = any(kind != "full_attention" for kind in layer_types)

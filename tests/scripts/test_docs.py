@@ -70,8 +70,7 @@ def test_the_example_of_adding_a_model_equals_hugging_face(
     exec(compile(code, "adding_a_model.md", "exec"), namespace)
     monkeypatch.setitem(MODELS, "LlamaForCausalLM", namespace["LlamaForCausalLM"])
     monkeypatch.setitem(CONFIGS, "LlamaForCausalLM", LlamaConfig)
-    # The page says how to do without this field.
-    path = make_checkpoint(tmp_path, "LlamaForCausalLM", use_sliding_window=False)
+    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
     prompts = ragged_prompts[:6]
     reference = HuggingFace(path)
     with LLM(str(path), max_model_len=256) as llm:
