@@ -1,8 +1,8 @@
-"""Kernels, one subject a file: Triton's, imported on CUDA only (or under Triton's interpreter), and
-numba's for CPUs.
+"""Kernels, one subject per file: Triton kernels, which are imported on CUDA or under Triton's
+interpreter only, and numba kernels for CPUs.
 
-In Triton's, shapes and strides that vary from step to step are `do_not_specialize`, so that nothing
-is compiled after construction; addresses into the K/V pool are 64 bits wide.
+Triton kernels mark sizes and strides that vary from step to step as `do_not_specialize`, so that no
+step compiles anything after construction. Offsets into the K/V pool are 64 bits wide.
 """
 
 import functools
@@ -16,21 +16,25 @@ CPU_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cpu_kernels(x: torch.Tensor) -> ModuleType | None:
-    """`kernels.cpu` if `x` is on a CPU and they are faster there than torch, else None."""
+    """Returns the module `kernels.cpu` if its kernels serve `x`, else None: `x` must be on a CPU,
+    have one of `CPU_DTYPES`, and be of a size for which they are faster than torch."""
     cpu = compile_cpu_kernels(x.dtype) if x.is_cpu else None
     return cpu if cpu is not None and cpu.is_faster(x.numel()) else None
 
 
 @functools.cache
 def compile_cpu_kernels(dtype: torch.dtype) -> ModuleType | None:
-    """`kernels.cpu`, compiled for this dtype; None if there is none for it, or numba fails."""
+    """Compiles the kernels of `kernels.cpu` for `dtype` and returns that module.
+
+    Returns None if the kernels do not support the dtype, or if numba fails.
+    """
     if dtype not in CPU_DTYPES:
         return None
     try:
         from nanovllm.kernels import cpu
 
         cpu.compile_kernels(dtype)
-    except Exception as error:  # numba is missing or does not go with this numpy: torch can do it
+    except Exception as error:  # numba is missing or rejects this numpy; torch does the work
         logger.warning("no kernels for the CPU, it is slower without: %r", error)
         return None
     return cpu

@@ -1,31 +1,39 @@
-"""Messages between the GPUs of one host, in one kernel each, that a CUDA graph can hold: the sum of
-hidden states with the norm that follows, and a gather. How ranks meet: kernels/exchange.py.
+"""One-shot collectives between the GPUs of one host, each one kernel that a CUDA graph can capture:
+an all-reduce of hidden states with the residual add and RMSNorm that follow, and an all-gather.
+
+How programs of different ranks exchange data is known to kernels/exchange.py.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.exchange import arguments, receive, sendable, settle, slot
-from nanovllm.kernels.layernorm import load_sum, normalised
+from nanovllm.kernels.exchange import (
+    message_ptr,
+    peer_arguments,
+    publish_emptied,
+    receive,
+    sendable,
+)
+from nanovllm.kernels.layernorm import load_sum, rms_norm
 from nanovllm.utils.peer_memory import PeerMemory
 
 GATHER_WARPS = 4
-FEW_ROWS = 512  # about as many as run at once on an H200, with more threads for each
+FEW_TOKENS = 512  # about as many programs of the larger size run at once on an H200
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _all_reduce_add_rms_norm_kernel(
-    x_ptr,  # [PARTS, num_rows, size]
-    residual_ptr,  # [num_rows, size]; x_ptr if there is none
+    x_ptr,  # [PARTS, num_tokens, size]
+    residual_ptr,  # [num_tokens, size]; x_ptr if there is no residual
     weight_ptr,
     out_ptr,
     addresses_ptr,
     calls_ptr,
     is_aborted_ptr,
-    slot_bytes,
+    source_bytes,
     row_bytes,
-    num_rows,
+    num_tokens,
     size,
     eps,
     PARTS: tl.constexpr,
@@ -42,24 +50,24 @@ def _all_reduce_add_rms_norm_kernel(
     mask = cols < size
     call = tl.load(calls_ptr + program)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
-    for row in range(program, num_rows, tl.num_programs(0)):
+    for token in range(program, num_tokens, tl.num_programs(0)):
         call += 1
-        own_part = sendable(load_sum(x_ptr, row, num_rows, size, cols, mask, dtype, PARTS))
+        own_part = sendable(load_sum(x_ptr, token, num_tokens, size, cols, mask, dtype, PARTS))
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                part_ptr = slot(
-                    addresses_ptr, peer, call, RANK, program, slot_bytes, row_bytes, out_ptr, SIZE
+                part_ptr = message_ptr(
+                    addresses_ptr, peer, call, RANK, program, source_bytes, row_bytes, out_ptr, SIZE
                 )
                 tl.store(part_ptr + cols, own_part, mask=mask)
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + row * size + cols, mask=mask, other=0.0)
+            residual = tl.load(residual_ptr + token * size + cols, mask=mask, other=0.0)
         total = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(SIZE):  # in one order, so that all ranks round alike
+        for rank in tl.static_range(SIZE):  # the same order on all ranks, so that they round alike
             if rank == RANK:
                 total += own_part.to(tl.float32)
             else:
-                part_ptr = slot(
-                    addresses_ptr, RANK, call, rank, program, slot_bytes, row_bytes, out_ptr, SIZE
+                part_ptr = message_ptr(
+                    addresses_ptr, RANK, call, rank, program, source_bytes, row_bytes, out_ptr, SIZE
                 )
                 part, call = receive(
                     part_ptr + cols, mask, call, is_aborted_ptr, THREADS, CAN_PAUSE
@@ -68,16 +76,17 @@ def _all_reduce_add_rms_norm_kernel(
         x = total.to(dtype)
         if HAS_RESIDUAL:
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-        tl.store(residual_ptr + row * size + cols, x, mask=mask)
-        tl.store(out_ptr + row * size + cols, normalised(x, weight, size, eps), mask=mask)
-        if row + tl.num_programs(0) < num_rows:
-            settle(calls_ptr + program, call)
+        tl.store(residual_ptr + token * size + cols, x, mask=mask)
+        tl.store(out_ptr + token * size + cols, rms_norm(x, weight, size, eps), mask=mask)
+        if token + tl.num_programs(0) < num_tokens:
+            publish_emptied(calls_ptr + program, call)
     tl.store(calls_ptr + program, call)
 
 
-def sum_warps(num_rows: int, block: int, num_ranks: int) -> int:
-    """Per row: fewer for many rows, as only two ranks sum here."""
-    has_many = num_ranks == 2 and num_rows > FEW_ROWS
+def sum_warps(num_tokens: int, block: int, num_ranks: int) -> int:
+    """Returns the warps of a program, which sums one token's hidden state, padded to `block`, at a
+    time. Fewer warps suit many tokens, which reach this kernel with two ranks only."""
+    has_many = num_ranks == 2 and num_tokens > FEW_TOKENS
     return min(max(block // (1024 if has_many else 512), 1), 16)
 
 
@@ -88,23 +97,27 @@ def all_reduce_add_rms_norm(
     eps: float,
     peers: PeerMemory,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` of the sum of all ranks' x, of which `residual` (or else x) takes the sum.
+    """Sums x over the ranks, adds the sum to the residual and normalises the result.
 
-    x, residual [t, size]; x may come in parts, fp32 [n, t, size], with a residual.
-    peers: a `PeerMemory` that holds some rows of x; a program sums those that fall to it in turn.
+    x, residual [t, size] -> (norm(sum), sum), [t, size] each; the sum replaces the contents of
+    `residual`, or of x if that is None. With a residual x may come as n partial sums, fp32
+    [n, t, size].
+
+    peers: memory whose rows hold a hidden state each. With more tokens than rows, a program sums
+        several tokens in turn.
     """
-    num_rows, size = x.shape[-2:]
+    num_tokens, size = x.shape[-2:]
     assert size * weight.element_size() <= peers.row_bytes
-    out = weight.new_empty(num_rows, size)
+    out = weight.new_empty(num_tokens, size)
     block = max(triton.next_power_of_2(size), 32)
-    num_warps = sum_warps(num_rows, block, peers.size)
-    _all_reduce_add_rms_norm_kernel[(min(num_rows, peers.num_rows),)](
+    num_warps = sum_warps(num_tokens, block, peers.size)
+    _all_reduce_add_rms_norm_kernel[(min(num_tokens, peers.num_rows),)](
         x,
         x if residual is None else residual,
         weight,
         out,
-        *arguments(peers),
-        num_rows,
+        *peer_arguments(peers),
+        num_tokens,
         size,
         eps,
         PARTS=len(x) if x.dim() == 3 else 1,
@@ -126,7 +139,7 @@ def _all_gather_kernel(
     addresses_ptr,
     calls_ptr,
     is_aborted_ptr,
-    slot_bytes,
+    source_bytes,
     row_bytes,
     num_words,
     RANK: tl.constexpr,
@@ -143,8 +156,8 @@ def _all_gather_kernel(
     own_part = tl.load(x_ptr + words, mask=mask)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            part_ptr = slot(
-                addresses_ptr, peer, call, RANK, row, slot_bytes, row_bytes, out_ptr, SIZE
+            part_ptr = message_ptr(
+                addresses_ptr, peer, call, RANK, row, source_bytes, row_bytes, out_ptr, SIZE
             )
             tl.store(part_ptr + 2 * cols, own_part & 0xFFFF, mask=mask)
             tl.store(part_ptr + 2 * cols + 1, own_part >> 16 & 0xFFFF, mask=mask)
@@ -152,8 +165,8 @@ def _all_gather_kernel(
         if rank == RANK:
             part = own_part
         else:
-            part_ptr = slot(
-                addresses_ptr, RANK, call, rank, row, slot_bytes, row_bytes, out_ptr, SIZE
+            part_ptr = message_ptr(
+                addresses_ptr, RANK, call, rank, row, source_bytes, row_bytes, out_ptr, SIZE
             )
             part_ptr += 2 * cols
             low, call = receive(part_ptr, mask, call, is_aborted_ptr, THREADS, CAN_PAUSE)
@@ -164,16 +177,19 @@ def _all_gather_kernel(
 
 
 def all_gather(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
-    """int32 [...] of each rank -> [ranks, ...]; peers: a `PeerMemory` that holds twice x: words are
-    sent as halves, of which none looks empty."""
+    """Gathers x from every rank: int32 [...] -> [ranks, ...].
+
+    peers: memory with room for twice the bytes of x, for each word is sent as two halves, in words
+        of their own that never look empty.
+    """
     out = x.new_empty(peers.size, *x.shape)
-    words_per_row = peers.row_bytes // 8
+    words_per_row = peers.row_bytes // 8  # 4 bytes for each half of a word
     num_rows = triton.cdiv(x.numel(), words_per_row)
     assert num_rows <= peers.num_rows
     _all_gather_kernel[(num_rows,)](
         x,
         out,
-        *arguments(peers),
+        *peer_arguments(peers),
         x.numel(),
         RANK=peers.rank,
         SIZE=peers.size,

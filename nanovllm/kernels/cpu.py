@@ -1,9 +1,9 @@
-"""Kernels for CPUs, compiled by numba: in one pass, on one thread, what torch does in many small
-operations, each of which costs more than its arithmetic. For bf16 and fp32; rounds where the torch
-layers do. Numba has no bf16: here it is uint16, its bits.
+"""Kernels for CPUs, compiled by numba: each does in one pass, on one thread, what takes torch
+many small operations, whose overhead exceeds their arithmetic.
 
-Loops go over rows of two-dimensional arrays, and write either to the array that they read or to one
-that does not overlap it: others LLVM does not vectorise.
+They take bf16 and fp32 and round at the same points as the torch layers. Numba has no bf16, so its
+bits are held in uint16. Loops go over rows of two-dimensional arrays, and write either to the array
+that they read or to one that does not overlap it, because LLVM vectorises only such loops.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ import torch
 from numba import carray, cfunc, njit, types
 from numba.extending import overload
 
-MAX_ELEMENTS, MAX_THREADS = 1 << 17, 2  # with more of both torch may be faster
+MAX_ELEMENTS, MAX_THREADS = 1 << 17, 2  # torch may be faster above both limits
 STORAGE = {torch.bfloat16: types.uint16, torch.float32: types.float32}
 VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def _load(bits):
-    """What is stored, as fp32."""
+    """Returns a stored value as fp32."""
 
 
 @overload(_load)
@@ -36,7 +36,7 @@ def _load_overload(bits):
 
 
 def _rounded(value, like):
-    """fp32, rounded to the nearest or else to even, as the array `like` stores it."""
+    """Returns an fp32 value as the array `like` stores it, rounded to nearest, ties to even."""
 
 
 @overload(_rounded)
@@ -44,17 +44,17 @@ def _rounded_overload(value, like):
     def to_bf16(value, like):
         bits = np.float32(value).view(np.uint32)
         is_odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-        # A NaN stays one: of bf16 or new, it has zeros where bits are added.
+        # A NaN stays a NaN: one from bf16, or a new one, has zeros in the 16 bits to drop.
         nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + is_odd))
         return np.uint16(nearest >> np.uint32(16))
 
     return (lambda value, like: value) if isinstance(like.dtype, types.Float) else to_bf16
 
 
-# A sum is vectorised only if it may go in any order; 1 / 0 is infinite, as in torch.
+# Sums are vectorised only if they may be reordered; as in torch, 1 / 0 must be infinite.
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")
 def _normalise(x, i, weight, eps):
-    """Row i <- x / rms(x) * weight."""
+    """Replaces row i of x by its RMSNorm, x / rms(x) * weight."""
     size = x.shape[1]
     total = np.float32(0)
     for j in range(size):
@@ -66,11 +66,11 @@ def _normalise(x, i, weight, eps):
         x[i, j] = _rounded(normed * _load(weight[j]), x)
 
 
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, num_rows, size, eps):
-    x = carray(x_ptr, (num_rows, size))
-    residual = carray(residual_ptr, (num_rows, size))
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, num_tokens, size, eps):
+    x = carray(x_ptr, (num_tokens, size))
+    residual = carray(residual_ptr, (num_tokens, size))
     weight = carray(weight_ptr, (size,))
-    for i in range(num_rows):
+    for i in range(num_tokens):
         for j in range(size):
             total = _rounded(_load(x[i, j]) + _load(residual[i, j]), x)
             residual[i, j] = total
@@ -80,7 +80,7 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, num_rows, size, eps):
 
 @njit(fastmath={"contract"})
 def _rotate(x, i, cos_sin, position):
-    """Row i, a head, by the angles of its position."""
+    """Rotates row i of x, which is one head, by the angles of `position`, as RoPE does."""
     half = x.shape[1] // 2
     for j in range(half):
         cos, sin = cos_sin[position, j], cos_sin[position, half + j]
@@ -91,7 +91,7 @@ def _rotate(x, i, cos_sin, position):
 
 @njit
 def _copy(x, i, out, k):
-    """Row k of `out` <- row i of x."""
+    """Copies row i of x to row k of `out`."""
     for j in range(x.shape[1]):
         out[k, j] = x[i, j]
 
@@ -135,7 +135,7 @@ def _norm_rope_store(
 
 
 def _arguments(dtype: torch.dtype) -> dict[Any, list[Any]]:
-    """Of each kernel, in numba's types."""
+    """Returns the numba types of each kernel's arguments."""
     data, index, angles = (
         types.CPointer(kind) for kind in (STORAGE[dtype], types.int64, types.float32)
     )
@@ -150,42 +150,45 @@ def _arguments(dtype: torch.dtype) -> dict[Any, list[Any]]:
 
 @functools.cache
 def _compiled(kernel: FunctionType, dtype: torch.dtype) -> Callable[..., None]:
-    """The kernel as a C function of addresses and numbers. Kept on disk: it takes seconds."""
+    """Compiles a kernel and returns it as a C function of addresses and numbers.
+
+    Compilation takes seconds, so the result is cached on disk as well.
+    """
     arguments = _arguments(dtype)[kernel]
-    # Numba neither locks the files that it keeps a function in nor checks what it finds there:
-    # every dtype and version of this file has its own, named after the function.
-    named = FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__)
-    named.__qualname__ = f"{kernel.__name__}_{dtype}_{VERSION}"
+    # Numba neither locks its cache files nor checks their contents. It names them after the
+    # function, so a name per dtype and version of this file gives each its own files.
+    renamed = FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__)
+    renamed.__qualname__ = f"{kernel.__name__}_{dtype}_{VERSION}"
     try:
-        compiled = cfunc(types.void(*arguments), cache=True)(named)
-    except Exception:  # no folder can be written to, the disk is full, a file is damaged
-        compiled = cfunc(types.void(*arguments))(named)
+        compiled = cfunc(types.void(*arguments), cache=True)(renamed)
+    except Exception:  # no writable folder, a full disk or a damaged file: do without
+        compiled = cfunc(types.void(*arguments))(renamed)
     in_c = {types.int64: ctypes.c_int64, types.float32: ctypes.c_float}
     in_c_or_address: list[Any] = [in_c.get(kind, ctypes.c_void_p) for kind in arguments]
     function = ctypes.CFUNCTYPE(None, *in_c_or_address)(compiled.address)
-    vars(function)["owner"] = compiled  # of the code at that address
+    vars(function)["owner"] = compiled  # keeps the code at that address alive
     return function
 
 
 def compile_kernels(dtype: torch.dtype) -> None:
-    """All of them, for one of the dtypes that they are for."""
+    """Compiles all kernels for `dtype`, torch.bfloat16 or torch.float32."""
     for kernel in _arguments(dtype):
         _compiled(kernel, dtype)
 
 
 def is_faster(num_elements: int) -> bool:
-    """Than torch, for a tensor of so many."""
+    """Returns whether the kernels beat torch on a tensor of `num_elements`."""
     return num_elements <= MAX_ELEMENTS or torch.get_num_threads() <= MAX_THREADS
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """x, residual [t, size] <- norm(x + residual), x + residual"""
-    num_rows, size = x.shape
+    """Replaces x by norm(x + residual) and residual by x + residual, [t, size] each."""
+    num_tokens, size = x.shape
     _check(x, residual, weight)
     assert residual.shape == x.shape
     assert weight.shape == (size,)
     _compiled(_add_rms_norm, x.dtype)(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_rows, size, eps
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), num_tokens, size, eps
     )
 
 
@@ -199,7 +202,10 @@ def norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """As kernels/qkv.py's, but without padding, as only CUDA graphs have."""
+    """Does what `norm_rope_store` of kernels/qkv.py does, with the same arguments.
+
+    Slots must not be -1: only CUDA graphs have padding tokens.
+    """
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     weights = norm_weights or ()
@@ -231,5 +237,5 @@ def norm_rope_store(
 
 
 def _check(*tensors: torch.Tensor) -> None:
-    """What an address does not say."""
+    """Asserts what the kernels rely on: the tensors are contiguous and share one dtype."""
     assert all(tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors)

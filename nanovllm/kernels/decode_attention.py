@@ -1,8 +1,8 @@
 """Paged decode attention with the context split over programs (Flash-Decoding).
 
-One program attends one split of one sequence's context for all query heads that share a K/V head,
-with an online softmax, while the next tiles of K/V are on their way. Where there is more than one
-split a second kernel merges their results by their log-sum-exps.
+One program attends to one split of one sequence's context, for all query heads that share a K/V
+head, with an online softmax, and fetches tiles of K/V ahead. If there is more than one split, a
+second kernel merges their results, weighted by their log-sum-exps.
 """
 
 import torch
@@ -11,17 +11,17 @@ import triton.language as tl
 
 from nanovllm.kernels.decode_launch import MAX_SPLITS, decode_config
 
-BLOCKS = 32  # of which a program holds the ids at a time
+BLOCKS = 32  # block ids that a program holds at a time
 
 
 @triton.jit(do_not_specialize=["table_stride", "table_width", "num_splits"])
 def _decode_kernel(
-    q_ptr,  # [n, heads, head_dim], rows q_stride apart
+    q_ptr,  # [n, heads, head_dim], sequences q_stride apart
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
     v_cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
-    out_ptr,  # [n, heads, num_splits, head_dim]: final, or fp32 partial results
+    out_ptr,  # [n, heads, num_splits, head_dim]: results, or fp32 partial results
     lse_ptr,  # [n, heads, num_splits], base 2
     scale,
     q_stride,
@@ -48,8 +48,8 @@ def _decode_kernel(
         tiles_per_split = tl.cdiv(tl.cdiv(context_len, TILE), num_splits)
         start = split * tiles_per_split * TILE
         end = tl.minimum(start + tiles_per_split * TILE, context_len)
-    # Block ids in registers: a read of one within the inner loop would keep K/V from being fetched
-    # several tiles ahead. The first read need not wait for the length, if `start` does not.
+    # Block ids stay in registers: to read one in the inner loop would keep K/V from being fetched
+    # several tiles ahead. Where `start` is 0 this read need not wait for the context length.
     block = start // BLOCK_SIZE + tl.arange(0, BLOCKS)
     block_tables_ptr += seq * table_stride
     block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
@@ -63,7 +63,7 @@ def _decode_kernel(
     q = tl.load(q_ptr + seq * q_stride + q_offset, mask=q_mask, other=0.0)
 
     scale_log2 = scale * 1.4426950408889634
-    running_max = tl.full([QUERIES], -1e30, tl.float32)  # finite: an empty split must not give NaN
+    running_max = tl.full([QUERIES], -1e30, tl.float32)  # finite, or an empty split gives NaN
     running_sum = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D], tl.float32)
     for first_block in range(start // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), BLOCKS):
@@ -123,9 +123,9 @@ def _merge_kernel(
     d = tl.arange(0, D)
     is_split = split < num_splits
     lse = tl.load(lse_ptr + head * num_splits + split, mask=is_split, other=float("-inf"))
-    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))  # all empty: weights 0
+    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))  # 0 if all splits are empty
     total = tl.sum(weight, 0)
-    mask = is_split[:, None] & (d < HEAD_DIM)[None, :]  # an empty split's result is 0
+    mask = is_split[:, None] & (d < HEAD_DIM)[None, :]  # empty splits hold zeros
     offset = (head * num_splits + split)[:, None] * HEAD_DIM + d[None, :]
     partial = tl.load(partial_ptr + offset, mask=mask, other=0.0)
     out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
@@ -141,11 +141,13 @@ def decode_attention(
     scale: float,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """One query token per sequence.
+    """Attends from each sequence's one query token to its context.
 
-    q [n, heads, head_dim] (its rows may be strided), caches [num_blocks, block_size, kv_heads,
+    q [n, heads, head_dim] (sequences may be strided), caches [num_blocks, block_size, kv_heads,
     head_dim], block_tables int32 [n, width], context_lens int32 [n] (0 gives zeros)
     -> [n, heads, head_dim]
+
+    num_splits: replaces the number of splits that `decode_config` chooses.
     """
     n, num_heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape

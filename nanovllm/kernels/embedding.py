@@ -1,4 +1,4 @@
-"""Embeddings of tokens, of which this rank has a share of the vocabulary's."""
+"""Embedding lookup where each rank holds a share of the vocabulary."""
 
 import torch
 import triton
@@ -13,17 +13,21 @@ def _embed_share_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(token_ids_ptr + token) - first_id
-    num_known = tl.where((row >= 0) & (row < num_ids), size, 0)  # values of it that are here
-    values = tl.load(weight_ptr + row * size + cols, mask=cols < num_known, other=0.0)
+    local_id = tl.load(token_ids_ptr + token) - first_id
+    is_local = (local_id >= 0) & (local_id < num_ids)
+    num_held = tl.where(is_local, size, 0)  # values of the embedding that this rank holds
+    values = tl.load(weight_ptr + local_id * size + cols, mask=cols < num_held, other=0.0)
     tl.store(out_ptr + token * size + cols, values, mask=cols < size)
 
 
 def embed_share(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, num_ids: int
 ) -> torch.Tensor:
-    """token_ids int64 [t]; weight [>= num_ids, size], of the ids from `first_id` on -> [t, size],
-    zeros for other ids"""
+    """Looks up tokens in this rank's share, the `num_ids` ids from `first_id` on.
+
+    token_ids int64 [t]; weight [>= num_ids, size] -> [t, size], zeros for ids of other ranks, so
+    that the sum over the ranks is the embedding
+    """
     num_tokens, size = len(token_ids), weight.shape[1]
     out = weight.new_empty(num_tokens, size)
     _embed_share_kernel[(num_tokens, triton.cdiv(size, BLOCK))](

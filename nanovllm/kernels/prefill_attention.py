@@ -1,8 +1,8 @@
 """Causal attention of many new tokens per sequence, over a paged cache or the step's own K/V.
 
-One program attends one tile of a sequence's new tokens for all query heads that share a K/V head,
-with an online softmax (FlashAttention-2, arXiv:2307.08691). The last new token is aligned with the
-last key, so cached prefixes and chunks need no special case.
+One program attends from one tile of a sequence's new tokens, for all query heads that share a K/V
+head, with an online softmax (FlashAttention-2, arXiv:2307.08691). The last new token is aligned
+with the last key, so cached prefixes and chunks need no special case.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.tiles import attention_tile
 
-QUERIES = 64  # of a program: tokens times heads
+QUERIES = 64  # queries of a program: its tokens times the heads of a group
 
 
 @triton.jit
@@ -22,7 +22,10 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     IS_PAGED: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys [tile_start, tile_start + TILE)."""
+    """Takes one step of the online softmax, over the keys [tile_start, tile_start + TILE).
+
+    Returns the new (acc, running_sum, running_max).
+    """
     position = tile_start + tl.arange(0, TILE)
     d = tl.arange(0, D)
     is_key = position < len_k
@@ -64,7 +67,7 @@ def _prefill_kernel(
     seq = tl.program_id(2)
     first_q = tl.load(cu_q_ptr + seq).to(tl.int64)
     len_q = (tl.load(cu_q_ptr + seq + 1) - first_q).to(tl.int32)
-    # The longest first: the last tile of a sequence sees the most keys.
+    # The last tile of a sequence sees the most keys, so it starts first.
     tile_q = tl.cdiv(len_q, tokens) - 1 - tl.program_id(1)
     if tile_q < 0:
         return
@@ -80,7 +83,8 @@ def _prefill_kernel(
     q_offset = (first_q + token) * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=mask, other=0.0)
     position_q = len_k - len_q + token
-    # Keys that every token of the tile sees, in whole tiles; then those up to the last one's own.
+    # All tokens of the tile see the `num_seen` keys of its first token, whose whole tiles need no
+    # mask. The tiles after these, up to the key of the last token, do.
     num_seen = len_k - len_q + tile_q * tokens + 1
     full_end = num_seen // TILE * TILE
     last_end = tl.minimum(num_seen + tokens - 1, len_k)
@@ -117,16 +121,22 @@ def prefill_attention(
     max_seqlen_q: int,
     scale: float,
 ) -> torch.Tensor:
-    """q [t, heads, head_dim]; k, v the caches [num_blocks, block_size, kv_heads, head_dim] with
-    block_tables int32 [n, width], or [t, kv_heads, head_dim] without; tokens may be strided.
-    -> [t, heads, head_dim]"""
+    """Attends causally from each sequence's new tokens to all of its tokens.
+
+    q [t, heads, head_dim] -> [t, heads, head_dim]; the tokens of q, k and v may be strided.
+
+    k, v: with block_tables, int32 [n, width], the caches [num_blocks, block_size, kv_heads,
+        head_dim]; without, the step's own K/V [t, kv_heads, head_dim].
+    cu_seqlens_q, cu_seqlens_k: int32 [n + 1], cumulative new and total tokens per sequence.
+    max_seqlen_q: the most new tokens of a sequence.
+    """
     num_tokens, num_heads, head_dim = q.shape
     is_paged = block_tables is not None
-    tables = block_tables if block_tables is not None else cu_seqlens_q  # unused then
+    tables = block_tables if block_tables is not None else cu_seqlens_q  # then unused
     block_size, kv_heads = (k.shape[1] if is_paged else 1), k.shape[-2]
     padded = triton.next_power_of_2(head_dim)
     tile = min(64, attention_tile(padded, q.element_size()))
-    is_wide = padded * q.element_size() > 512  # fp32 heads of 256: some GPUs hold no more of them
+    is_wide = padded * q.element_size() > 512  # fp32 heads of 256: only small tiles fit
     queries, stages = (QUERIES // 2, 2) if is_wide else (QUERIES, 3)
     group = num_heads // kv_heads
     queries = max(queries, triton.next_power_of_2(group))

@@ -1,5 +1,6 @@
-"""What lies between the QKV projection and attention, in one pass: per-head RMSNorm of q and k,
-RoPE, and the store of k and v into the paged cache. Rounds where the torch layers do."""
+"""The work between the QKV projection and attention in one pass: per-head RMSNorm of q and k, RoPE
+(arXiv:2104.09864), and the store of k and v into the paged cache. Rounds at the same points as the
+torch layers."""
 
 import torch
 import triton
@@ -79,9 +80,14 @@ def norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """qkv [t, heads + 2 * kv_heads, head_dim]: normalises and rotates q and k in place, and copies
-    k and v to their slots of the caches [num_blocks, block_size, kv_heads, head_dim]; slot -1 is
-    skipped. norm_weights: of q and k, [head_dim] each, or None for no norm."""
+    """Normalises and rotates q and k in place, and copies k and v to their slots of the caches.
+
+    qkv: [t, heads + 2 * kv_heads, head_dim].
+    positions, slot_mapping: int64 [t]; a token with slot -1 is not stored.
+    cos_sin: fp32 [max_position, head_dim], cos | sin.
+    norm_weights: of q and k, [head_dim] each, or None for no norm.
+    k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim].
+    """
     num_tokens, num_all_heads, head_dim = qkv.shape
     kv_heads = k_cache.shape[2]
     q_weight, k_weight = norm_weights or (None, None)

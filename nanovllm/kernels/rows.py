@@ -1,4 +1,7 @@
-"""The inputs of a decode step, from the per-row state alone."""
+"""A decode step's inputs, gathered on the GPU from the runner's per-row state.
+
+The host names the rows alone, and so need not know the tokens that the step before sampled.
+"""
 
 import torch
 import triton
@@ -46,14 +49,15 @@ def decode_inputs(
     row_tables: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rows int64 [n], -1 for padding; per-row last tokens, context lengths and block tables.
+    """Makes the inputs of a decode step, and adds one token to each row's context length.
 
-    Counts one token more in each row's context length. -> input ids int64 [n], positions int64 [n],
-    slots int64 [n], context lengths int32 [n], block tables int32 [n, width]: of the last, only
-    what the context length covers is written. Padding rows: id 0, position 0, slot -1, length 0.
+    rows int64 [n], -1 for padding; the rest is per-row state: last_tokens and row_context_lens
+    int64 [max rows], row_tables int32 [max rows, width] -> input ids, positions and slots int64
+    [n], context lengths int32 [n], block tables int32 [n, width], of which only the blocks within
+    the context length are written. Padding gets id 0, position 0, slot -1 and length 0.
     """
     n, width = len(rows), row_tables.shape[1]
-    input_ids, positions, slots = (rows.new_empty(n) for _ in range(3))  # each one aligned
+    input_ids, positions, slots = (rows.new_empty(n) for _ in range(3))  # one buffer each: aligned
     context_lens = rows.new_empty(n, dtype=torch.int32)
     tables = rows.new_empty(n, width, dtype=torch.int32)
     _decode_inputs_kernel[(n,)](

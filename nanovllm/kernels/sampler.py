@@ -1,9 +1,11 @@
-"""The sampler of layers/sampler.py in one pass over the logits, bit for bit the same hash.
+"""The sampler of layers/sampler.py in one pass over the logits, with the same hash bit for bit.
 
-A program finds the best (score, id) of one chunk of one row; a second kernel picks each row's best
-chunk, of all ranks, and leaves the id in the row state. Two logarithms per id would cost more than
-reading the logits, so noise is first bounded from above by its bits alone; only tiles in which that
-bound beats the best score so far (a handful, as records are) are computed exactly.
+A program finds the best (score, id) of one chunk of one row's logits. A second kernel picks each
+row's best over the chunks of all ranks and stores the id in the runner's per-row state.
+
+Gumbel noise takes two logarithms per id, which would cost more than reading the logits. So the
+noise is first bounded from above by its bits alone, and only tiles whose bound beats the best score
+so far are computed exactly: a handful, since new maxima become rare.
 """
 
 from collections.abc import Callable
@@ -14,13 +16,14 @@ import triton.language as tl
 
 from nanovllm.utils.sampling_state import SamplingState
 
-TILE = 256  # a warp's, which can skip it without asking others
-STAGES = 3  # tiles on their way
-TARGET_PROGRAMS = 4096  # what fills the GPU; fewer, longer chunks skip more tiles
+TILE = 256  # ids; a program is one warp, so it can skip a tile without a block-wide vote
+STAGES = 3  # tiles of logits in flight
+TARGET_PROGRAMS = 4096  # enough to fill a GPU; fewer, longer chunks would skip more tiles
 
 
 @triton.jit
 def _hash32(x):
+    """Returns the hash lowbias32 (C. Wellons) of uint32 values."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -30,16 +33,18 @@ def _hash32(x):
 
 @triton.jit
 def _noise_keys(seed, position):
+    """Returns the two uint32 keys from which the noise of a row at a position is hashed."""
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     inner = _hash32(low ^ _hash32(position.to(tl.uint32)))
     first = _hash32(high + inner)
     second = _hash32(first * 0x9E3779B1 + inner)
-    return first, second * 0x846CA68B  # as (x + second) * c = x * c + second * c
+    return first, second * 0x846CA68B  # here, once: (x + second) * c = x * c + second * c
 
 
 @triton.jit
 def _noise_bits(token_id, first, second):
+    """Returns 32 uniform random bits per token id, hashed with the two keys of `_noise_keys`."""
     x = token_id.to(tl.uint32) ^ first
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -50,10 +55,11 @@ def _noise_bits(token_id, first, second):
 
 @triton.jit
 def _gumbel_noise(bits):
-    # Uniform in (0, 1), and precise where it is small: that is where the largest noise comes from.
+    """Returns standard Gumbel noise, fp32, made from 32 uniform random bits each."""
+    # Uniform in (0, 1), and precise near 0, where the largest noise comes from.
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     uniform = tl.minimum(uniform, 0.99999994)
-    # -log1p(-u): the series where 1 - u would round away what makes the noise large.
+    # -log1p(-u), by its series where u is so small that 1 - u would lose its digits.
     series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
     exponential = tl.where(uniform < 0.0078125, series, -tl.log(1.0 - uniform))
     return -tl.log(exponential)
@@ -61,8 +67,11 @@ def _gumbel_noise(bits):
 
 @triton.jit
 def _gumbel_bound(bits):
-    """Never below the noise, but for rounding: -log(-log1p(-u)) <= -log(u), and a float's own bits,
-    read as a number, are a lower bound of its base-2 logarithm."""
+    """Returns an upper bound, up to rounding, of `_gumbel_noise(bits)` without a logarithm.
+
+    -log(-log1p(-u)) <= -log(u), and the bits of a float read as an integer, scaled and shifted, are
+    a lower bound of its base-2 logarithm.
+    """
     float_bits = bits.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
     return 110.2105 - float_bits * 8.262958294867817e-08  # (32 + 127) ln 2 - float_bits ln 2 / 2^23
 
@@ -94,7 +103,7 @@ def _best_of_chunk_kernel(
     first, second = _noise_keys(tl.load(seeds_ptr + row), tl.load(context_lens_ptr + row))
     best_score = float("-inf")
     start = chunk * tiles_per_chunk * TILE
-    best_id = start  # a valid id, should no logit be a number
+    best_id = start  # a valid id even if all logits are NaN
     end = tl.minimum(start + tiles_per_chunk * TILE, vocab)
     for tile in tl.range(start, end, TILE, num_stages=STAGES):
         token_id = tile + tl.arange(0, TILE)
@@ -103,13 +112,13 @@ def _best_of_chunk_kernel(
         ).to(tl.float32)
         bits = _noise_bits(first_id + token_id, first, second)
         bound = tl.max(logit * inverse + _gumbel_bound(bits), 0)
-        # The slack covers the bound's own rounding.
+        # The slack covers the rounding of the bound.
         if (bound + 0.01 + 1e-6 * tl.abs(bound) > best_score) | (temperature <= 0):
             score = logit
             if is_random:
                 score = logit / temperature + _gumbel_noise(bits)
             tile_best = tl.max(score, 0)
-            if tile_best > best_score:  # strictly: of equals the lower id stays
+            if tile_best > best_score:  # strictly, so that the lowest id wins a tie
                 best_score = tile_best
                 best_id = tl.min(tl.where(score == tile_best, token_id, 0x7FFFFFFF), 0)
     tl.store(best_score_ptr + n * num_chunks + chunk, best_score)
@@ -118,14 +127,14 @@ def _best_of_chunk_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks", "size"])
 def _best_of_row_kernel(
-    best_ptr,  # [NUM_RANKS, 2, size]: scores as their bits, ids; each [n, num_chunks] and padding
+    best_ptr,  # [NUM_RANKS, 2, size]: bits of the scores, ids; each [n, num_chunks] and padding
     rows_ptr,
     last_tokens_ptr,
     sampled_ptr,
     num_chunks,
     size,
     NUM_RANKS: tl.constexpr,
-    RANKS: tl.constexpr,  # the next power of two, as CHUNKS
+    RANKS: tl.constexpr,  # NUM_RANKS padded to a power of two, as CHUNKS is
     CHUNKS: tl.constexpr,
 ):
     n = tl.program_id(0)
@@ -150,17 +159,18 @@ def sample(
     first_id: int = 0,
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Samples one token for each of `rows` and makes it the row's last token.
+    """Samples one token for each of `rows` and stores it as the row's last token.
 
-    logits [n, vocab] of the ids from `first_id` on; rows int64 [n] of `state`, -1 for padding,
-    whose result is arbitrary. gather: int32 [...] of each rank -> [ranks, ...], None for one rank.
-    -> token ids int64 [n]
+    logits [n, vocab] of the ids from `first_id` on; rows int64 [n] of `state`, -1 for padding
+    -> token ids int64 [n], arbitrary for padding
+
+    gather: gathers a tensor from all ranks, int32 [...] -> [ranks, ...]; None for one rank.
     """
     n, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, TILE)
     tiles_per_chunk = triton.cdiv(num_tiles, triton.cdiv(TARGET_PROGRAMS, n))
     num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
-    # Both halves aligned to 16 bytes: Triton compiles for that.
+    # Both halves start at multiples of 16 bytes, an alignment for which Triton specialises.
     best = logits.new_empty(2, triton.cdiv(n * num_chunks, 4) * 4, dtype=torch.int32)
     sampled = logits.new_empty(n, dtype=torch.int64)
     _best_of_chunk_kernel[(n, num_chunks)](

@@ -1,4 +1,4 @@
-"""What fits into a multiprocessor's shared memory: how much it has, and attention's tiles."""
+"""The size of a GPU's shared memory, and of the attention tiles that should fit into it."""
 
 import functools
 
@@ -8,7 +8,10 @@ import triton
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use; a Hopper's under the interpreter, which has no limit."""
+    """Returns the bytes of shared memory that one program may use.
+
+    The interpreter has no limit; there the figure is a Hopper GPU's.
+    """
     if device.type != "cuda":
         return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
@@ -19,5 +22,5 @@ def shared_memory(device: torch.device) -> int:
 
 
 def attention_tile(padded_head_dim: int, itemsize: int, tile_bytes: int = 8 * 1024) -> int:
-    """Tokens per K or V tile of about `tile_bytes`; at least what tl.dot needs."""
+    """Returns tokens per K or V tile of about `tile_bytes`: 128 at most, and the 16 of tl.dot."""
     return max(16, min(128, tile_bytes // (padded_head_dim * itemsize)))
