@@ -1,1 +1,1 @@
-"""Helpers that know nothing of engine, models or layers."""
+"""Helpers that know nothing of the engine, the models or the layers."""

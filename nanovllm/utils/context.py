@@ -1,4 +1,4 @@
-"""What attention must know about one step."""
+"""The metadata that attention needs about one step."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ class Context:
     Every tensor is on the model's device. n sequences, t tokens in the step.
 
     slot_mapping: int64 [t], where each token's K/V goes: block id * block size + offset, or -1
-        for nowhere.
+        if it is not stored.
     context_lens: int32 [n], cached tokens per sequence, this step's included; 0 for padding rows.
     block_tables: int32 [n, width], block ids of each sequence; columns past its length are
         arbitrary. None in a prefill means that no sequence has a cached prefix, so that attention
         may use the step's fresh K/V.
-    max_seqlen_k: a bound on `context_lens` known to the host.
+    max_seqlen_k: an upper bound of `context_lens` that the host knows.
     cu_seqlens_q, cu_seqlens_k: int32 [n + 1], cumulative new and total tokens per sequence;
         cu_seqlens_q is None in a decode step (one token per sequence).
-    max_seqlen_q: the longest chunk of new tokens.
+    max_seqlen_q: the most new tokens of a sequence in this step.
     """
 
     slot_mapping: torch.Tensor

@@ -1,7 +1,7 @@
-"""The ranks that share a model's layers. Layers get a `TPGroup` and never ask a global.
+"""The ranks that share a model's layers. Layers are given a `TPGroup` and never ask a global.
 
-Of torch.distributed it uses process-group objects alone: the default group of the process is the
-user's. Gloo joins CPUs and exchanges what only the hosts must know, `GPULinks` join GPUs.
+This module makes process-group objects of its own and leaves torch.distributed's default group to
+the user. Gloo connects the hosts, for values that only they need; `GPULinks` connects the GPUs.
 """
 
 from contextlib import suppress
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nanovllm.utils.gpu_links import TIMEOUT, GPULinks, PeerLostError
 from nanovllm.utils.peer_memory import PeerMemory
 
-PIECE = timedelta(seconds=0.2)
+WAIT_SLICE = timedelta(seconds=0.2)
 CPU = torch.device("cpu")
 
 
@@ -38,11 +38,14 @@ class TPGroup:
         size: int,
         store_file: str,
         device: torch.device = CPU,
-        rows: tuple[int, int] = (0, 0),
+        exchange_shape: tuple[int, int] = (0, 0),
     ) -> "TPGroup":
-        """Meets the other ranks through a file of their own, which none needs afterwards.
+        """Connects this rank with the others and returns the group.
 
-        rows: number and bytes of the rows that the ranks will often exchange.
+        store_file: through which the ranks find each other; not needed after this call.
+        exchange_shape: rows of peer memory, and bytes of a row, that frequent messages need.
+
+        Raises `PeerLostError` if the ranks do not meet in time.
         """
         store = dist.FileStore(store_file, size)  # type: ignore[attr-defined]
         store.set_timeout(TIMEOUT)
@@ -53,19 +56,19 @@ class TPGroup:
             group = cls(rank, size, dist.ProcessGroupGloo(store, rank, size, options))
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank} of {size} could not meet the others") from error
-        group.min(rank)  # until all have met
+        group.min(rank)  # a barrier: all have met
         if device.type == "cuda":
-            links = GPULinks(rank, size, store, device, rows, group.all_gather)
+            links = GPULinks(rank, size, store, device, exchange_shape, group.all_gather)
             group = cls(rank, size, group.process_group, links)
         return group
 
     @property
     def peers(self) -> PeerMemory | None:
-        """Memory for one-shot exchanges between GPUs, if there is any."""
+        """The memory for one-shot exchanges between GPUs, None without any."""
         return None if self.links is None else self.links.peers
 
     def peers_for_sum(self, num_tokens: int, token_bytes: int) -> PeerMemory | None:
-        """Returns the memory through which a norm sums hidden states over the ranks, if it can.
+        """Returns the memory through which a norm should sum hidden states over the ranks, or None.
 
         token_bytes: the size of one token's hidden state.
         """
@@ -74,50 +77,56 @@ class TPGroup:
 
     @property
     def gpu_bytes(self) -> int:
-        """GPU memory that the links between the ranks have taken."""
+        """Bytes of GPU memory that the links between the ranks take."""
         return 0 if self.links is None else self.links.num_bytes
 
     def check(self) -> None:
-        """Raises `PeerLostError` once the GPUs no longer wait for one another."""
+        """Raises `PeerLostError` after an abort, when the GPUs no longer wait for each other."""
         if self.links is not None and self.links.is_aborted:
             raise self._peer_lost()
 
     def share(self, total: int, what: str) -> int:
-        """This rank's share of `total`, which must divide evenly; `what` names it in the error."""
+        """Returns `total` divided by the number of ranks.
+
+        Raises `ValueError`, in which `what` names the value, if it does not divide evenly.
+        """
         if total % self.size:
             raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
         return total // self.size
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums `x` over the ranks, in place."""
+        """Sums `x` over the ranks in place and returns it."""
         if self.size == 1 or x.numel() == 0:
             return x
         if x.is_cuda and self.links is not None:
             self.links.all_reduce(x)
         else:
-            self._complete(self.process_group.allreduce([x]))
+            self._wait(self.process_group.allreduce([x]))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[...] of each rank -> [size, ...]"""
+        """Gathers `x`, [...], from every rank -> [size, ...]."""
         out = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             out[0] = x
         elif x.is_cuda and self.links is not None:
             self.links.all_gather(out, x)
         else:
-            self._complete(self.process_group.allgather([list(out.unbind())], [x]))
+            self._wait(self.process_group.allgather([list(out.unbind())], [x]))
         return out
 
     def min(self, value: int) -> int:
-        """The smallest of the ranks' values; no rank returns before all have called."""
+        """Returns the smallest of the ranks' values. No rank returns before all have called."""
         return int(self.all_gather(torch.tensor(value, device="cpu")).min())
 
-    def _complete(self, work: Any) -> None:
-        """Waits, in pieces: Python serves signals only between them."""
+    def _wait(self, work: Any) -> None:
+        """Waits for a collective, in slices, because Python handles signals only between them.
+
+        Raises `PeerLostError` if the collective fails.
+        """
         while not work.is_completed():
-            with suppress(RuntimeError):  # the piece is over, or the work has failed
-                work.wait(PIECE)
+            with suppress(RuntimeError):  # the slice is over, or the work has failed
+                work.wait(WAIT_SLICE)
         try:
             work.wait()
         except RuntimeError as error:

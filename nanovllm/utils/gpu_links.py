@@ -1,6 +1,6 @@
-"""The ways between the GPUs of tensor-parallel ranks: NCCL, and memory that they share.
+"""The links between the GPUs of tensor-parallel ranks: NCCL, and memory that they share.
 
-NCCL by a process group of its own, which nothing else in the process knows of.
+NCCL runs in a process group of its own, which nothing else in the process knows.
 """
 
 import os
@@ -15,20 +15,21 @@ import torch.distributed as dist
 
 from nanovllm.utils.peer_memory import PeerMemory, connect_peers
 
-TIMEOUT = timedelta(minutes=10)  # for ranks that differ in speed; a peer's end is noticed at once
-ABORT_SECONDS = 1.0  # for a call of NCCL to return
-CLOSE_SECONDS = 5.0  # for NCCL to end
-ABORTS = "abort", "_abort", "_shutdown"  # what torch calls it: the first that there is
-# NCCL's watchdog ends the process if a peer is lost or it is not served in time. This process is
-# the user's, who gets an error instead: the engine itself watches its workers and aborts.
+TIMEOUT = timedelta(minutes=10)  # for slow ranks; a rank that ends is noticed at once
+ABORT_SECONDS = 1.0  # how long an abort waits for an NCCL call to return
+CLOSE_SECONDS = 5.0  # how long `close` waits for NCCL to end
+ABORTS = "abort", "_abort", "_shutdown"  # torch's names for it; the first that exists is used
+# NCCL's watchdog would end the process when a peer is lost or a collective takes too long. But the
+# process is the user's, who gets an error instead: the engine watches its workers and aborts.
 WATCHDOG_OFF = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would look for a dump signal in the store's file
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it would poll the store's file for a dump signal
 }
 
 
 def has_nccl() -> bool:
+    """Returns whether this build of torch includes NCCL."""
     return dist.is_available() and dist.is_nccl_available()
 
 
@@ -37,9 +38,9 @@ class PeerLostError(RuntimeError):
 
 
 class GPULinks:
-    """The ways between the ranks' GPUs: NCCL, and if they can share memory, that.
+    """NCCL between the ranks' GPUs, and memory that they share where they can.
 
-    Everything runs on the current stream, without a wait of the host, and can be captured.
+    Collectives run on the current stream, do not block the host, and can be captured.
     """
 
     def __init__(
@@ -48,36 +49,43 @@ class GPULinks:
         size: int,
         store: Any,
         device: torch.device,
-        rows: tuple[int, int],
+        exchange_shape: tuple[int, int],
         all_gather: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """store: torch.distributed's, through which the ranks meet. rows: number and bytes of the
-        rows that are often exchanged, and all_gather: of CPU tensors, both for `PeerMemory`."""
+        """Connects the GPUs of all ranks; raises `PeerLostError` if one does not take part.
+
+        store: the torch.distributed store through which the ranks meet.
+        exchange_shape: rows of peer memory, and bytes of a row, that frequent messages need.
+        all_gather: gathers CPU tensors from all ranks, [...] -> [size, ...].
+        """
         self.is_aborted = False
         self.peers: PeerMemory | None = None
-        self._calling = Lock()  # NCCL
+        self._calling = Lock()  # held during NCCL calls
         self._aborting = Lock()
         self._has_ended = Event()
         with torch.cuda.device(device):
             free = torch.cuda.mem_get_info(device)[0]
             self._nccl = _connect_nccl(rank, size, store, device)
             try:
-                torch.cuda.synchronize(device)  # this thread has a context now
-                self.peers = connect_peers(rank, size, device, rows, all_gather)
+                torch.cuda.synchronize(device)  # gives this thread a CUDA context
+                self.peers = connect_peers(rank, size, device, exchange_shape, all_gather)
                 self.num_bytes = free - torch.cuda.mem_get_info(device)[0]
             except BaseException:
                 self.end()
                 raise
 
     def all_reduce(self, x: torch.Tensor) -> None:
+        """Sums x over the ranks in place, by NCCL."""
         options = _on_current_stream(dist.AllreduceOptions())
         self._call(lambda: self._nccl.allreduce([x], options))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Gathers x, [...], from every rank into `out`, [size, ...], by NCCL."""
         options = _on_current_stream(dist.distributed_c10d.AllgatherOptions())  # type: ignore[attr-defined]
         self._call(lambda: self._nccl._allgather_base(out, x, options))
 
     def _call(self, collective: Callable[[], Any]) -> None:
+        """Launches an NCCL collective; raises `PeerLostError` if it fails or after an abort."""
         with self._calling:
             if self.is_aborted:
                 raise PeerLostError("another rank has ended, or hangs")
@@ -85,18 +93,21 @@ class GPULinks:
                 work = collective()
             except RuntimeError as error:
                 raise PeerLostError(f"NCCL failed: {error}") from error
-            if work is not None:  # it runs on a stream of its own: have the current one wait
+            if work is not None:  # on NCCL's own stream: make the current stream wait for it
                 work.wait()
 
     def abort(self) -> None:
-        """Ends what waits for a peer on the GPU, at once; returns when NCCL has ended too, for
-        which the graphs with its collectives must have gone. A second call does nothing."""
+        """Ends all waits for a peer on the GPU at once, and returns when NCCL has ended too.
+
+        NCCL ends only after the CUDA graphs that hold its collectives are gone. A second call does
+        nothing.
+        """
         if not self._aborting.acquire(blocking=False):
             return
-        self.is_aborted = True  # first: results are void from now on
+        self.is_aborted = True  # first, for results are void from now on
         if self.peers is not None:
             self.peers.abort()
-        # Not during a call, which would use what is freed; but a call may be what hangs.
+        # Do not free NCCL during a call that uses it, unless that call itself seems to hang.
         if self._calling.acquire(timeout=ABORT_SECONDS):
             self._calling.release()  # the next call raises
         try:
@@ -106,20 +117,27 @@ class GPULinks:
             self._has_ended.set()
 
     def close(self) -> None:
-        """Once aborted, and with nothing left that would use it. Idempotent."""
+        """Frees the shared memory. Call it after `abort`, when nothing uses the links any more.
+
+        A second call does nothing.
+        """
         self._has_ended.wait(CLOSE_SECONDS)
         if self.peers is not None:
             self.peers.close()
 
     def end(self) -> None:
-        """For links that nothing uses yet."""
-        with suppress(RuntimeError):  # NCCL may have found out itself
+        """Aborts and closes links that nothing uses yet."""
+        with suppress(RuntimeError):  # NCCL may have failed by itself
             self.abort()
         self.close()
 
 
 def _connect_nccl(rank: int, size: int, store: Any, device: torch.device) -> Any:
-    """Connects now, and with nothing on the GPU, where a wait for a rank that ends would stay."""
+    """Connects NCCL at once and returns its process group; raises `PeerLostError` on failure.
+
+    A first collective would connect too, but leave a kernel that waits on the GPU for ever if
+    another rank ends.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     store = dist.PrefixStore("nccl", store)  # type: ignore[attr-defined]
@@ -133,7 +151,10 @@ def _connect_nccl(rank: int, size: int, store: Any, device: torch.device) -> Any
 
 
 def _on_current_stream(options: Any) -> Any:
-    """As the options of NCCL collectives; torch before 2.8 has a stream of its own for them."""
+    """Sets an NCCL collective's options so that it runs on the current stream; returns them.
+
+    Torch before 2.8 cannot do so, and runs collectives on a stream of its own.
+    """
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
@@ -141,7 +162,7 @@ def _on_current_stream(options: Any) -> Any:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the block."""
+    """Sets environment variables within the `with` block and restores them after it."""
     previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

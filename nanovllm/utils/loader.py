@@ -1,8 +1,8 @@
-"""Safetensors checkpoints into a model's parameters: this rank's slices only, and all or nothing.
+"""Loads a safetensors checkpoint into a model's parameters, all of them or none.
 
 Each parameter may carry a `WeightLoader` that knows which slices of which checkpoint tensors fill
-it; a parameter without one is copied whole. What the checkpoint has and what the model expects are
-compared by name before anything is read.
+it on this rank; a parameter without one is copied whole. The tensors that the checkpoint has and
+those that the model expects are compared by name before any data are read.
 """
 
 import json
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-PackedModules = Mapping[str, tuple[str, ...]]  # module of ours -> checkpoint modules packed into it
+PackedModules = Mapping[str, tuple[str, ...]]  # our module -> checkpoint modules packed into it
 
 
 class SliceableTensor(Protocol):
-    """A tensor of a checkpoint that is read when it is sliced; torch tensors qualify too."""
+    """A checkpoint's tensor, read only when it is sliced. Torch tensors qualify too."""
 
     @property
     def shape(self) -> Any: ...
@@ -33,19 +33,19 @@ class SliceableTensor(Protocol):
 
 @runtime_checkable
 class TransformsWeights(Protocol):
-    """A module that computes with its parameters in another layout than checkpoints have."""
+    """A module that computes with its parameters in a layout other than the checkpoint's."""
 
     def start_loading(self) -> None:
-        """Brings the parameters into the checkpoint's layout, in which they can be filled."""
+        """Changes the parameters to the checkpoint's layout, in which they can be filled."""
         ...
 
     def finish_loading(self) -> None:
-        """Brings the parameters into the layout that the module computes with."""
+        """Changes the parameters to the layout that the module computes with."""
         ...
 
 
 class Parameterized(Protocol):
-    """The part of `nn.Module` that loading needs."""
+    """The methods of `nn.Module` that loading needs."""
 
     def modules(self) -> Iterator[nn.Module]: ...
     def named_parameters(self) -> Iterator[tuple[str, Any]]: ...
@@ -53,8 +53,12 @@ class Parameterized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """`size` entries along the sharded dimension, from `source` of a checkpoint tensor that has
-    `full` of them, to `target` in the parameter."""
+    """A slice of a checkpoint tensor, and its place in a parameter, along the sharded dimension.
+
+    full: entries of the checkpoint tensor.
+    source, target: the first entry in the checkpoint tensor, and in the parameter.
+    size: entries to copy.
+    """
 
     full: int
     source: int
@@ -64,13 +68,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WeightLoader:
-    """Fills a parameter from slices along `dim`; `shards` is keyed by the checkpoint's module name
-    where several are packed into the parameter, by None where there is one."""
+    """Fills a parameter from slices of checkpoint tensors along `dim`.
+
+    shards: by the name of the checkpoint's module if the parameter packs several modules, else by
+        None alone.
+    """
 
     shards: Mapping[str | None, Shard]
     dim: int = 0
 
     def __call__(self, param: nn.Parameter, loaded: SliceableTensor, part: str | None) -> None:
+        """Copies `part`'s slice of `loaded` into `param`; raises `ValueError` on a wrong shape."""
         shard = self.shards[part]
         expected = list(param.shape)
         expected[self.dim] = shard.full
@@ -81,23 +89,26 @@ class WeightLoader:
 
 
 def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
+    """Attaches `loader` to `param`, which `load_model` then fills by it."""
     param.weight_loader = loader  # type: ignore[attr-defined]
 
 
 def keep_weight_loader(param: nn.Parameter, previous: nn.Parameter) -> nn.Parameter:
-    """Gives `param`, which takes the place of `previous`, its weight loader; returns `param`."""
+    """Hands the weight loader of `previous` to `param`, which replaces it; returns `param`."""
     if hasattr(previous, "weight_loader"):
         set_weight_loader(param, previous.weight_loader)
     return param
 
 
 def _weight_loader(param: nn.Parameter) -> WeightLoader:
+    """Returns the loader attached to `param`, or one that copies a whole tensor into it."""
     size = param.shape[0]
     whole = WeightLoader({None: Shard(full=size, source=0, target=0, size=size)})
     return getattr(param, "weight_loader", None) or whole
 
 
 def _open(file: Path) -> Any:
+    """Opens a safetensors file, a context manager; raises `ValueError` if it is damaged."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -107,7 +118,7 @@ def _open(file: Path) -> Any:
 
 
 class _FileTensor:
-    """`SliceableTensor` over one entry of an open safetensors file."""
+    """The `SliceableTensor` of one entry of an open safetensors file."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self._slice = handle.get_slice(name)
@@ -119,9 +130,10 @@ class _FileTensor:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory, by name. Reads nothing but headers until asked."""
+    """The tensors of a checkpoint directory, by name. It reads only headers until used."""
 
     def __init__(self, path: str | Path) -> None:
+        """Reads the headers; raises `ValueError` for a damaged, missing or duplicate part."""
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
         for file in self._files():
@@ -135,7 +147,7 @@ class Checkpoint:
                     self._file_of[name] = file
 
     def _files(self) -> list[Path]:
-        """The shards that the index names (stray files are ignored), else every *.safetensors."""
+        """Returns the files that the index names, or without an index every *.safetensors file."""
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
             return sorted(self.path.glob("*.safetensors"))
@@ -154,11 +166,11 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """Tensor names, less buffers that some old checkpoints store and every model derives."""
+        """The tensors' names, without buffers that some old checkpoints store and models derive."""
         return {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
-        """The named tensors, file by file; each is readable only until the next is asked for."""
+        """Yields (name, tensor) file by file; a tensor is readable until the next is asked for."""
         for file in sorted({self._file_of[name] for name in names}):
             with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
@@ -166,7 +178,8 @@ class Checkpoint:
                         yield name, _FileTensor(handle, name)
 
     def is_tied(self, tie_word_embeddings: bool) -> bool:
-        """Whether the LM head is the embedding: as the config says, unless the tensors differ."""
+        """Returns whether the LM head shares the embedding's weight: `tie_word_embeddings`, unless
+        the checkpoint holds both and they differ."""
         if not tie_word_embeddings or not {LM_HEAD, EMBEDDING} <= self.names:
             return tie_word_embeddings
         head, embedding = (next(self.tensors({name}))[1][:] for name in (LM_HEAD, EMBEDDING))
@@ -183,8 +196,8 @@ class Checkpoint:
 def load_model(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
     """Fills every parameter of `model`, which may have been loaded before.
 
-    Raises `ValueError` if the checkpoint does not match exactly. Names are compared before anything
-    is read. A model made in inference mode must be loaded in inference mode.
+    Raises `ValueError` if the checkpoint and the model do not match exactly. A model made in
+    inference mode must be loaded in inference mode.
     """
     transforming = [m for m in model.modules() if isinstance(m, TransformsWeights)]
     for module in transforming:
@@ -195,6 +208,7 @@ def load_model(model: Parameterized, checkpoint: Checkpoint, packed_modules: Pac
 
 
 def _fill(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
+    """Copies the checkpoint's tensors into parameters that are in its layout."""
     sources = _sources(model, packed_modules)
     _check_names(checkpoint, set(sources))
     for name, tensor in checkpoint.tensors(set(sources)):
@@ -208,9 +222,9 @@ def _fill(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedMo
 def _sources(
     model: Parameterized, packed_modules: PackedModules
 ) -> dict[str, tuple[nn.Parameter, str | None]]:
-    """Checkpoint tensor name -> the parameter that it fills, and which part of it."""
+    """Returns, by checkpoint tensor name, the parameter that it fills and which part of it."""
     sources: dict[str, tuple[nn.Parameter, str | None]] = {}
-    for param_name, param in model.named_parameters():  # tied parameters come once
+    for param_name, param in model.named_parameters():  # yields tied parameters once
         components = param_name.split(".")
         packed = next((i for i, c in enumerate(components) if c in packed_modules), None)
         if packed is None:
@@ -223,20 +237,22 @@ def _sources(
 
 
 def _check_names(checkpoint: Checkpoint, expected: set[str]) -> None:
+    """Raises `ValueError` if the checkpoint lacks an expected tensor or has an unknown one."""
     missing = expected - checkpoint.names
     if missing:
         raise ValueError(
-            f"{checkpoint.path} lacks tensors that its config asks for: {_few(missing)}"
+            f"{checkpoint.path} lacks tensors that its config asks for: {_summary(missing)}"
         )
     unknown = checkpoint.names - expected
-    unknown -= set() if LM_HEAD in expected else {LM_HEAD}  # a copy of the embedding
+    unknown -= set() if LM_HEAD in expected else {LM_HEAD}  # if tied, a copy of the embedding
     if unknown:
         raise ValueError(
-            f"{checkpoint.path} has tensors that its architecture does not know: {_few(unknown)}; "
-            "quantized or adapter checkpoints are not supported"
+            f"{checkpoint.path} has tensors that its architecture does not know: "
+            f"{_summary(unknown)}; quantized or adapter checkpoints are not supported"
         )
 
 
-def _few(names: set[str]) -> str:
+def _summary(names: set[str]) -> str:
+    """Returns the first three names in order, and how many more there are."""
     first = ", ".join(sorted(names)[:3])
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

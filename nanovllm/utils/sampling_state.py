@@ -1,4 +1,4 @@
-"""What the rows of the runner sample with, as tensors on the model's device."""
+"""The sampling state of the runner's rows, as tensors on the model's device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from nanovllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """Per-row tensors that the samplers read and write; one entry for each row, [max_num_seqs].
+    """Per-row tensors that the samplers read and write, [max_num_seqs] each.
 
     A new sampling parameter adds a tensor here, a column to `columns` and a line to `start`.
 
     temperatures: fp32; 0 is greedy.
     seeds: int64 holding the 64 bits that key the row's noise.
-    context_lens: int64, tokens of the row in the K/V cache: the position of the next sampled token.
-    last_tokens: int64, the token that was sampled last and is not in the cache yet.
+    context_lens: int64, tokens of the row in the K/V cache, which is the next token's position.
+    last_tokens: int64, the token sampled last, which is not in the cache yet.
     """
 
     temperatures: torch.Tensor
@@ -28,6 +28,8 @@ class SamplingState:
 
     @classmethod
     def zeros(cls, max_num_seqs: int, device: torch.device) -> "SamplingState":
+        """Returns a state of zeros for `max_num_seqs` rows."""
+
         def zeros(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(max_num_seqs, dtype=dtype, device=device)
 
@@ -40,13 +42,13 @@ class SamplingState:
 
     @staticmethod
     def columns(params: Sequence[SamplingParams], seeds: Sequence[int]) -> list[np.ndarray]:
-        """What `start` takes, on the host: arrays of n 8-byte values for n new rows."""
+        """Returns `start`'s arguments for n new rows, on the host: arrays of n 8-byte values."""
         return [
             np.array([float(p.temperature) for p in params]),
             np.array(seeds, dtype=np.uint64).view(np.int64),
         ]
 
     def start(self, rows: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor) -> None:
-        """Sets what rows int64 [n] sample with, from `columns` on the device."""
+        """Sets the parameters of new rows, int64 [n], from `columns` copied to the device."""
         self.temperatures[rows] = temperatures.to(torch.float32)
         self.seeds[rows] = seeds

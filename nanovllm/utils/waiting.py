@@ -1,17 +1,17 @@
-"""Waiting for what another process or a GPU does."""
+"""Polling for a condition that another process or a GPU will fulfil."""
 
 import time
 from collections.abc import Callable
 
 SPIN_SECONDS = 0.002
-PAUSE_SECONDS = 0.001  # the longest sleep between two looks; ten times as long after a second
-Check = Callable[[], None]  # raises to end a wait
+PAUSE_SECONDS = 0.001  # the longest sleep between two polls; ten times as long after a second
+Check = Callable[[], None]  # ends a wait by raising
 
 
 def wait_until(is_ready: Callable[[], bool], check: Check) -> None:
-    """Waits until `is_ready()`. It spins first, then sleeps longer and longer between two looks.
+    """Polls until `is_ready()`: spins at first, then sleeps longer and longer between two polls.
 
-    Once it sleeps it calls `check` before each look; what `check` raises ends the wait.
+    Once it sleeps, it calls `check` before each poll; an exception from `check` ends the wait.
     """
     start = time.monotonic()
     pause = 0.0
