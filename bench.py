@@ -1,4 +1,4 @@
-"""Offline throughput on random prompts: output tokens over the wall time of one `generate`.
+"""Measures offline throughput on random prompts: output tokens over the wall time of `generate`.
 
 Run: python bench.py --model DIR [--runs 3] [--roofline] [--profile FILE] [--profile-decode]
      [--json FILE]
@@ -8,10 +8,10 @@ tokens each, 142,827 and 133,966 in all. `--runs` repeats it with other ids of t
 that the prefix cache cannot help. Without `--model`, on a machine without a GPU, a small workload
 runs on the demo model instead.
 
---roofline: each run's time in prefill, and in decode by batch size; and beside the runs the least
-    time that their reads and arithmetic can take, at a copy's and a matrix product's measured rate.
---profile: one more, short run under torch's profiler: a Chrome trace and a table of kernels.
---profile-decode: tables of single decode steps, of batches as the default workload has them.
+--roofline: prints each run's time in prefill, and in decode by batch size, beside the least time
+    that its reads and arithmetic can take at the measured rates of a copy and of a matmul.
+--profile: profiles one more, short run: writes a Chrome trace and prints a table of kernels.
+--profile-decode: prints tables of single decode steps, at batch sizes of the default workload.
 """
 
 import argparse
@@ -68,7 +68,7 @@ DEMO_DEFAULTS = {
     "max_output_len": 128,
     "max_model_len": 1024,
 }
-PROFILED_OUTPUT_LEN = 16  # of a profiled run: a trace of all steps would be unwieldy
+PROFILED_OUTPUT_LEN = 16  # a profiled run is short: a trace of all steps would be unwieldy
 
 
 def make_workload(
@@ -80,11 +80,11 @@ def make_workload(
     seed: int,
     run: int = 0,
 ) -> list[tuple[list[int], int]]:
-    """(prompt, max_tokens) of each request; lengths are drawn within the bounds, both included.
+    """Returns (prompt, max_tokens) of each request, with lengths within the inclusive bounds.
 
-    Order of the draws: each prompt's length, then its ids; after all prompts every max_tokens; then
-    the ids of run 1, run 2 and so on, in the lengths of run 0. An id is drawn in [0, 10000] and
-    taken modulo `vocab_size`, so that the vocabulary does not change the draws, hence the lengths.
+    Order of the draws: each prompt's length and then its ids; after all prompts every max_tokens;
+    then the ids of run 1, run 2 and so on, with the lengths of run 0. An id is drawn in [0, 10000]
+    and taken modulo `vocab_size`, so that the vocabulary changes neither the draws nor the lengths.
     """
     rng = random.Random(seed)
     prompts = [
@@ -99,6 +99,10 @@ def make_workload(
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options, with a small workload on the demo model as defaults without a GPU.
+
+    Exits with an error message for an impossible workload or output path.
+    """
     parser = argparse.ArgumentParser(
         description=str(__doc__).splitlines()[0],
         allow_abbrev=False,
@@ -149,7 +153,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def make_requests(
     vocab_size: int, args: argparse.Namespace, run: int, max_output_len: int | None = None
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and sampling parameters of a run; `max_output_len` cuts its completions short."""
+    """Returns a run's prompts and sampling parameters; `max_output_len` caps its max_tokens."""
     workload = make_workload(
         args.num_seqs,
         (args.min_input_len, args.max_input_len),
@@ -166,7 +170,7 @@ def make_requests(
 
 
 def run_once(llm: TimedLLM, args: argparse.Namespace, run: int) -> dict[str, Any]:
-    """One timed `generate`; prints its line and returns its figures, phases and lengths."""
+    """Times one `generate`; prints its throughput and returns its figures, phases and lengths."""
     prompts, sampling_params = make_requests(llm.config.hf_config.vocab_size, args, run)
     llm.marks.clear()
     start = perf_counter()
@@ -194,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = perf_counter()
     try:
         llm = TimedLLM(args.model, seed=args.seed, **engine_options)
-    except ValueError as error:  # what the user can mend; the text says how
+    except ValueError as error:  # the user can fix it; the message says how
         sys.exit(f"error: {error}")
     construction = perf_counter() - start
     print(f"Construction: {construction:.2f}s", flush=True)
@@ -210,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             vocab_size = llm.config.hf_config.vocab_size
             requests = make_requests(vocab_size, args, args.runs, PROFILED_OUTPUT_LEN)
             profile_run(llm, *requests, args.profile)
-    if args.roofline:  # now that the engine has left the device
+    if args.roofline:  # after the engine has freed the device
         for index, run in enumerate(runs):
             print_phases(f"Run {index}", run["phases"])
         shape = roofline.Shape.of(llm.config)

@@ -1,5 +1,5 @@
-"""Real text in seconds: continues three openings with the small model in demo/austen; with `--model
-DIR`, asks a chat checkpoint two questions through its chat template.
+"""Generates text: the small model in demo/austen continues three openings, or with `--model DIR` a
+chat checkpoint answers two questions through its chat template.
 
 Run: python example.py [--model DIR]
 """
@@ -23,7 +23,7 @@ QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
-    """The question as one user turn; unchanged where the checkpoint has no chat template."""
+    """Returns the question as one user turn, or unchanged if there is no chat template."""
     if not tokenizer.chat_template:
         return question
     messages = [{"role": "user", "content": question}]
@@ -31,7 +31,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
 
 
 def continue_openings() -> None:
-    """Completions by the demo model, whose context is 1,024 tokens."""
+    """Prints continuations by the demo model, whose context is 1,024 tokens."""
     with LLM(str(DEMO_MODEL), enforce_eager=True, max_model_len=1024) as llm:
         outputs = llm.generate(OPENINGS, SamplingParams(temperature=0.8, max_tokens=120))
     for opening, output in zip(OPENINGS, outputs, strict=True):
@@ -39,6 +39,7 @@ def continue_openings() -> None:
 
 
 def ask_questions(model: str) -> None:
+    """Prints a chat model's answers; raises `ValueError` if the checkpoint has no tokenizer."""
     with LLM(model, enforce_eager=True) as llm:
         if llm.tokenizer is None:
             raise ValueError(f"{model} has no tokenizer, which text prompts need")
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue_openings()
         else:
             ask_questions(args.model)
-    except ValueError as error:  # what the user can mend; the text says how
+    except ValueError as error:  # the user can fix it; the message says how
         sys.exit(f"error: {error}")
 
 

@@ -1,1 +1,1 @@
-"""Parts of bench.py, and scripts that measure what it does not."""
+"""Modules of bench.py, and scripts that measure what it leaves out."""

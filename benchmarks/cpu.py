@@ -1,11 +1,11 @@
-"""nanovllm against Hugging Face `generate` on the CPU: tokens per second of both, and their ratio.
+"""Compares nanovllm with Hugging Face's `generate` on the CPU, in tokens per second.
 
 Run: python -m benchmarks.cpu --model DIR [--batch 8] [--tokens 64] [--threads N] [--repeats 3]
 
-Decode: a batch of chat prompts, greedy, as many new tokens each whatever they are; completion
-tokens over the wall time of the whole call. Prefill: one prompt of `--prefill` random ids and one
-new token; prompt tokens over the wall time. Both engines run in this process, on the same threads
-and in turns, so that what else the machine does falls on both; the best run of each counts.
+Decode: a batch of chat prompts gets the same number of greedy tokens each, stop tokens ignored;
+completion tokens over the wall time of the whole call. Prefill: one prompt of `--prefill` random
+ids gets one token; prompt tokens over the wall time. Both engines run in this process, on the same
+threads and in turns, so that other load on the machine affects both. The best run of each counts.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts, new tok
 
 
 class HuggingFace:
-    """One padded batch through `generate`."""
+    """Runs all prompts as one padded batch through `generate`."""
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model)
@@ -62,7 +62,7 @@ class HuggingFace:
 
 
 class NanoVLLM:
-    """Without its prefix cache, which would spare it the prefill from the second run on."""
+    """Runs without the prefix cache, which would skip the prefill from the second run on."""
 
     def __init__(self, model: str, dtype: str, batch: int) -> None:
         self.llm = LLM(
@@ -75,10 +75,10 @@ class NanoVLLM:
         return [output["token_ids"] for output in outputs]
 
 
-def race(
+def time_engines(
     engines: Mapping[str, Generate], prompts: list[list[int]], num_tokens: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of each engine's runs, in turns, after one run of each to warm up."""
+    """Times the engines in turns, after a warm-up run of each; returns the seconds of each run."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for repeat in range(-1, repeats):
         for name, generate in engines.items():
@@ -92,6 +92,7 @@ def race(
 
 
 def report(what: str, num_tokens: int, seconds: dict[str, list[float]]) -> None:
+    """Prints the tokens per second of each engine's best run, and their ratio."""
     rates = {name: num_tokens / min(runs) for name, runs in seconds.items()}
     hugging_face, ours = rates.values()
     line = ", ".join(f"{name} {rate:.1f} tok/s" for name, rate in rates.items())
@@ -125,11 +126,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(args.batch)]
     prompts = [list(tokenizer.encode(chat_prompt(tokenizer, text))) for text in questions]
-    seconds = race(engines, prompts, args.tokens, args.repeats)
+    seconds = time_engines(engines, prompts, args.tokens, args.repeats)
     report(f"decode {args.batch} x {args.tokens}", args.batch * args.tokens, seconds)
     vocab_size = ours.llm.config.hf_config.vocab_size
     prompt = random.Random(0).choices(range(vocab_size), k=args.prefill)
-    report(f"prefill {args.prefill}", args.prefill, race(engines, [prompt], 1, args.repeats))
+    seconds = time_engines(engines, [prompt], 1, args.repeats)
+    report(f"prefill {args.prefill}", args.prefill, seconds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Single decode steps of an engine, timed, and under the profiler."""
+"""Times single decode steps of an engine, then runs them under the profiler."""
 
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,19 +21,20 @@ from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 
-# Batch and mean context of decode steps on the way through bench.py's default workload.
+# Batch size and mean context of decode steps in the course of bench.py's default workload.
 DECODE_CASES = ((256, 632), (126, 1035), (37, 1450), (4, 1586))
 WARM_UP_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 30, 5
-MAX_STEPS = WARM_UP_STEPS + TIMED_STEPS  # on from one state
+MAX_STEPS = WARM_UP_STEPS + TIMED_STEPS  # the most without a reset; each adds a token
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What a decode step of `batch` sequences takes, with `context` tokens each on average.
+    """The times of a decode step of `batch` sequences, with `context` tokens each on average.
 
-    wall_ms: per step with the host one step ahead, as in the engine.
-    host_ms: of that, until a launch has returned.
-    busy_ms: while the device works; on the CPU all operators. Measured apart, under the profiler.
+    wall_ms: wall time per step with the host one step ahead, as in the engine.
+    host_ms: the part of it that the host spends in a launch.
+    busy_ms: time in which the device works (on the CPU: in which operators run), measured in
+        separate steps under the profiler.
     """
 
     batch: int
@@ -45,14 +46,15 @@ class DecodeStep:
 
 
 def profile_decode(llm: LLM, temperature: float) -> list[DecodeStep]:
-    """Prints, and returns, a table for each of `DECODE_CASES` that this engine can hold.
+    """Measures each of `DECODE_CASES` that this engine can hold; prints and returns the results.
 
-    Needs an engine without requests, and overwrites K/V: what its prefix cache holds is void. All
-    steps are timed before any is profiled, for a profiler leaves its traces in later launches.
+    The engine must have no requests. Its K/V is overwritten, so its prefix cache must not be used
+    afterwards. All steps are timed before any is profiled, because launches stay slower once a
+    profiler has run.
     """
     loops: list[_DecodeLoop] = []
     for batch, context in DECODE_CASES:
-        if why := _obstacle(llm, batch, context):
+        if why := _why_skipped(llm, batch, context):
             print(f"Decode step, batch {batch}, mean context {context}: skipped, {why}")
         else:
             loops.append(_DecodeLoop(llm, batch, context, temperature))
@@ -72,15 +74,18 @@ def profile_decode(llm: LLM, temperature: float) -> list[DecodeStep]:
 
 
 def context_lens(batch: int, mean: int) -> np.ndarray:
-    """int64 [batch] around `mean`: from one and a half of it to half, evenly, in the scheduler's
-    order; the few sequences of a small batch, the last of a run, are alike."""
+    """Returns context lengths with the given mean, int64 [batch], in the scheduler's order.
+
+    They fall evenly from 1.5 to 0.5 times the mean. Batches of up to 4, which end a run, get equal
+    lengths.
+    """
     if batch <= 4:
         return np.full(batch, mean)
     return np.linspace(1.5 * mean, 0.5 * mean, batch).round().astype(np.int64)
 
 
-def _obstacle(llm: LLM, batch: int, context: int) -> str | None:
-    """Why this engine cannot run the case, None if it can."""
+def _why_skipped(llm: LLM, batch: int, context: int) -> str | None:
+    """Returns the reason why this engine cannot run the case, None if it can."""
     config = llm.config
     if batch > config.max_num_seqs:
         return f"max_num_seqs is {config.max_num_seqs}"
@@ -92,11 +97,12 @@ def _obstacle(llm: LLM, batch: int, context: int) -> str | None:
 
 
 def _blocks_for(llm: LLM, num_tokens: int) -> int:
+    """Returns the K/V blocks that a sequence of `num_tokens` tokens takes."""
     return -(-num_tokens // llm.config.kvcache_block_size)
 
 
 class _DecodeLoop:
-    """Decode steps of rows 0 to `batch` - 1, with no scheduler: the host only names the rows."""
+    """Runs decode steps of rows 0 to `batch` - 1 with no scheduler: the host names the rows."""
 
     def __init__(self, llm: LLM, batch: int, context: int, temperature: float) -> None:
         self.batch, self.context = batch, context
@@ -116,8 +122,11 @@ class _DecodeLoop:
         self._batch = ScheduledBatch(rows, rows, [], [], max_context_len=longest)
 
     def reset(self) -> None:
-        """Rows as after a prefill, of which only the last token is computed; their blocks scattered
-        over the first of the pool, all of random K/V (zeros run faster than data)."""
+        """Puts the rows into the state after a prefill, of which only the last token is computed.
+
+        Their blocks are scattered over the start of the pool, which is filled with random K/V,
+        because zeros would run faster than data.
+        """
         self.synchronize()
         with torch.inference_mode():
             for layer in self._local_runner().model.attention_layers:
@@ -127,7 +136,7 @@ class _DecodeLoop:
         self._runner.launch(self._start).token_ids()
 
     def _local_runner(self) -> ModelRunner:
-        """This process's; other ranks' K/V stays as it is."""
+        """Returns this process's runner; the K/V of other ranks is not filled."""
         runner = self._runner
         if isinstance(runner, TensorParallelExecutor):
             assert runner._ranks.runner is not None
@@ -135,7 +144,7 @@ class _DecodeLoop:
         return runner
 
     def run(self, num_steps: int) -> float:
-        """Steps, the host one ahead; returns the seconds spent in launches."""
+        """Runs steps with the host one ahead; returns the seconds spent in launches."""
         launching, handle = 0.0, None
         for _ in range(num_steps):
             start = perf_counter()
@@ -149,7 +158,7 @@ class _DecodeLoop:
         return launching
 
     def timed(self) -> tuple[float, float]:
-        """Milliseconds of a step, and of those in its launch."""
+        """Returns milliseconds per step: the wall time, and the part of it spent in the launch."""
         self.reset()
         self.run(WARM_UP_STEPS)
         start = perf_counter()
@@ -157,7 +166,7 @@ class _DecodeLoop:
         return (perf_counter() - start) / TIMED_STEPS * 1e3, launching / TIMED_STEPS * 1e3
 
     def profiled(self) -> list[Activity]:
-        """Of `PROFILED_STEPS` steps."""
+        """Returns what the profiler recorded during `PROFILED_STEPS` steps."""
         self.reset()
         with profile(activities=profiler_activities(self.device, with_cpu=False)) as profiler:
             self.run(PROFILED_STEPS)

@@ -1,4 +1,4 @@
-"""What a benchmark's figures depend on besides the code: configuration, versions, machine."""
+"""The surroundings of a benchmark that its figures depend on: configuration, versions, machine."""
 
 import os
 from dataclasses import asdict, fields
@@ -13,9 +13,9 @@ from nanovllm.report import device_name, versions
 
 
 def describe(llm: LLM) -> dict[str, Any]:
-    """The engine's configuration, the model's shape, the versions and the machine, for JSON."""
+    """Returns the engine's configuration, the model's shape, versions and machine, fit for JSON."""
     config = {f.name: getattr(llm.config, f.name) for f in fields(Config) if f.name != "hf_config"}
-    config["num_kvcache_blocks"] = llm.scheduler.block_manager.num_blocks  # measured, if it was -1
+    config["num_kvcache_blocks"] = llm.scheduler.block_manager.num_blocks  # what -1 stands for
     return {
         "config": {k: str(v) if k.startswith("torch_") else v for k, v in config.items()},
         "shape": asdict(Shape.of(llm.config)),

@@ -1,10 +1,10 @@
-"""Draws what bench.py --json wrote against the peers and the hardware limit (the roofline's floor).
+"""Draws results of bench.py --json beside peer engines and the hardware limit, as an SVG figure.
 
 Run: python -m benchmarks.figure RESULT.json [RESULT_4B.json] [--out docs/throughput.svg]
 
-The figure is an SVG. A result must come from bench.py's default workload, with two runs or more, on
-the GPU model that the peers were measured on. As for the peers the first run does not count; the
-light end of a bar is the spread of the others.
+A result must come from bench.py's default workload, with two runs or more, on the GPU model that
+the peers were measured on. The first run does not count, for the peers either; the light end of a
+bar is the spread of the others. The hardware limit is the floor of benchmarks/roofline.py.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PEERS: dict[tuple[int, int], tuple[str, dict[str, tuple[float, float]]]] = {
         {"nano-vllm": (10_350, 11_315), "vLLM 0.24": (11_900, 12_608)},
     ),
 }
-FLOORS = {(28, 1024): 36_200, (36, 2560): 17_700}  # unless the result has one of its own
+FLOORS = {(28, 1024): 36_200, (36, 2560): 17_700}  # output tok/s, for results without --roofline
 WORKLOAD = {
     "num_seqs": 256,
     "min_input_len": 100,
@@ -49,7 +49,7 @@ NOTES = (
     "large matrix product.",
 )
 
-WIDTH, LEFT, SCALE_END = 820, 168, 620  # pixels: of all, where bars start, where the scale ends
+WIDTH, LEFT, SCALE_END = 820, 168, 620  # pixels: the figure's width, start of bars, end of scale
 BAR, GAP, HEAD, TOP, FOOT = 26, 12, 40, 84, 100
 TICK = 10_000
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7ec"
@@ -58,7 +58,7 @@ COLOURS = {"nanovllm": "#0b7a75", "nano-vllm": "#a9b4c0", "vLLM 0.24": "#7b8794"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Output tokens per second, lowest and highest."""
+    """One engine's output tokens per second, lowest and highest."""
 
     name: str
     low: float
@@ -67,7 +67,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One model's bars and its floor."""
+    """One model's bars, and its hardware limit in output tokens per second."""
 
     title: str
     bars: list[Bar]
@@ -75,7 +75,7 @@ class Panel:
 
 
 def read_panel(result: dict[str, Any]) -> Panel:
-    """`ValueError` if the peers' figures do not belong beside the result."""
+    """Returns the panel of a result; raises `ValueError` if the peers' figures do not fit it."""
     if GPU not in result["device_name"]:
         raise ValueError(f"it was measured on {result['device_name']!r}, the peers on an {GPU}")
     options = {name: result["options"][name] for name in WORKLOAD}
@@ -98,7 +98,7 @@ def read_panel(result: dict[str, Any]) -> Panel:
 
 
 def draw(panels: Sequence[Panel]) -> str:
-    """The figure: panels below each other, on one scale."""
+    """Returns the SVG figure, with the panels below each other on one scale."""
     longest = max(max(panel.floor, *(bar.high for bar in panel.bars)) for panel in panels)
     num_ticks = -(-int(longest) // TICK)
     pixels = (SCALE_END - LEFT) / (num_ticks * TICK)  # per tok/s
@@ -148,6 +148,7 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def _draw_panel(panel: Panel, y: float, pixels: float) -> list[str]:
+    """Returns the SVG elements of a panel from `y` down, with `pixels` per token/s."""
     parts = [_text(24, y + 24, panel.title, size=15, weight=600)]
     y += HEAD
     for bar in panel.bars:
@@ -168,13 +169,14 @@ def _draw_panel(panel: Panel, y: float, pixels: float) -> list[str]:
 
 
 def _label(x: float, y: float, label: tuple[str, str], weight: int) -> list[str]:
+    """Returns a label right of a bar's end at `x`: a value, and a muted remark if it is not ''."""
     value, more = label
     tail = f'<tspan dx="8" fill="{MUTED}" font-weight="400" font-size="12">{more}</tspan>'
     return [_text(x + 8, y + 18, value, 14, INK, weight, tail=tail if more else "")]
 
 
 def _rounded(low: float, high: float) -> str:
-    """18.4k to 18.8k, or one figure where they round to the same."""
+    """Returns e.g. "18.4k to 18.8k", or one figure if both round to the same."""
     names = [f"{int(value / 100 + 0.5) / 10:.1f}k" for value in (low, high)]
     return " to ".join(dict.fromkeys(names))
 

@@ -1,15 +1,15 @@
-"""Whether the host's work per step grows with what waits, or with the K/V pool; and what it costs
-to queue a prompt.
+"""Measures whether the host's work per step grows with the number of waiting prompts or of K/V
+blocks, and what it costs to queue a prompt.
 
 Run: python -m benchmarks.growth
 
-A step here is `schedule` and `postprocess` of scheduler and block manager, with made-up ids and no
-model. 64 requests of 300 prompt and 64 output tokens are resident; as one ends, another is admitted
-and a new one queued (not timed), so that prefills of one prompt and decodes alternate and the queue
-keeps its length. A figure is the median, over rounds of 16 steps, of the mean step.
+A step here is a `schedule` and a `postprocess` with made-up ids and no model. 64 requests of 300
+prompt and 64 output tokens are resident. When one ends, another is admitted and a new one queued
+(not timed), so prefills of one prompt and decodes alternate, and the queue keeps its length. The
+result is the mean step of a round of 16, and of that the median over the rounds.
 
-A prompt is queued by `LLMEngine.add_request`, which checks, copies and enqueues its ids, in an
-engine on a tiny random model; the mean includes what the garbage collector does meanwhile.
+`LLMEngine.add_request`, in an engine with a tiny random model, queues a prompt: it checks, copies
+and enqueues the ids. The mean includes the work of the garbage collector meanwhile.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from nanovllm.engine.sequence import Sequence as Request
 
 BLOCK_SIZE = 256
 RESIDENTS, PROMPT_LEN, OUTPUT_LEN = 64, 300, 64
-SMALL_POOL = RESIDENTS * -(-(PROMPT_LEN + OUTPUT_LEN) // BLOCK_SIZE)  # all residents, no more
+SMALL_POOL = RESIDENTS * -(-(PROMPT_LEN + OUTPUT_LEN) // BLOCK_SIZE)  # just holds all residents
 HUGE_POOL = 10**6
 SHORT_QUEUE, LONG_QUEUE = 10, 100_000
 STEPS_PER_ROUND = 16
@@ -42,7 +42,7 @@ QUEUED_PROMPT_LEN = 500
 
 
 class HostLoop:
-    """Scheduler and block manager in a steady state, some `num_waiting` requests in the queue."""
+    """A scheduler and block manager in a steady state, with about `num_waiting` requests queued."""
 
     def __init__(self, num_waiting: int, num_blocks: int) -> None:
         self.scheduler = Scheduler(
@@ -52,7 +52,7 @@ class HostLoop:
             stop_token_ids=(),
         )
         self._seq_ids = count()
-        for index in range(RESIDENTS):  # to end one by one
+        for index in range(RESIDENTS):  # of different lengths, to end one by one
             self._add(index + 1)
         while self.scheduler.num_residents < RESIDENTS:
             self.step()
@@ -62,7 +62,7 @@ class HostLoop:
             self.step()
 
     def step(self) -> float:
-        """One step, and new requests for those that it ends; returns the step's seconds."""
+        """Runs a step and queues a new request for each that ends; returns the step's seconds."""
         start = perf_counter()
         batch = self.scheduler.schedule()
         assert batch is not None
@@ -74,14 +74,15 @@ class HostLoop:
         return seconds
 
     def _add(self, output_len: int) -> None:
+        """Queues a request of `PROMPT_LEN` ids and `output_len` output tokens."""
         seq_id = next(self._seq_ids)
-        prompt = array("q", range(seq_id, seq_id + PROMPT_LEN))  # unlike all others
+        prompt = array("q", range(seq_id, seq_id + PROMPT_LEN))  # unlike all others: no prefix hits
         params = SamplingParams(max_tokens=output_len, ignore_eos=True)
         self.scheduler.add(Request(seq_id, prompt, params, max_model_len=4096, seed=0))
 
 
 def step_seconds(loops: Sequence[HostLoop], num_rounds: int) -> list[float]:
-    """A step's seconds in each loop; their rounds alternate, so that all see the same machine."""
+    """Returns seconds per step of each loop; rounds alternate, so all see the same machine."""
     rounds: list[list[float]] = [[] for _ in loops]
     for _ in range(num_rounds):
         for loop, times in zip(loops, rounds, strict=True):
@@ -90,7 +91,7 @@ def step_seconds(loops: Sequence[HostLoop], num_rounds: int) -> list[float]:
 
 
 def add_request_seconds(num_prompts: int, num_batches: int = 100) -> tuple[float, float]:
-    """Seconds of one `add_request` of 500 ids: over all, and in the median of `num_batches`."""
+    """Returns seconds per `add_request` of 500 ids: the mean and the median over `num_batches`."""
     rng = random.Random(0)
     distinct = [rng.choices(range(VOCAB_SIZE), k=QUEUED_PROMPT_LEN) for _ in range(1000)]
     prompts = [list(distinct[index % len(distinct)]) for index in range(num_prompts)]
@@ -110,7 +111,7 @@ def add_request_seconds(num_prompts: int, num_batches: int = 100) -> tuple[float
 
 
 def tiny_engine(directory: Path) -> LLMEngine:
-    """An engine on the CPU with a random model of Qwen3's vocabulary, written to `directory`."""
+    """Returns a CPU engine with a tiny random model of Qwen3's vocabulary, saved in `directory`."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=8,
@@ -134,6 +135,7 @@ def tiny_engine(directory: Path) -> LLMEngine:
 def print_growth(
     what: str, sizes: tuple[int, int], loops: Sequence[HostLoop], num_rounds: int
 ) -> None:
+    """Prints the seconds per step of two loops that differ in the number of `what`."""
     few, many = (seconds * 1e6 for seconds in step_seconds(loops, num_rounds))
     print(
         f"step with {sizes[0]:,} and {sizes[1]:,} {what}: {few:.1f}us and {many:.1f}us, "
@@ -144,7 +146,7 @@ def print_growth(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description="Whether the host's work per step grows with queue or pool; cost of a request.",
+        description="Measure the growth of the host's work per step, and the cost of a request.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=200, help="of 16 steps, of each loop")

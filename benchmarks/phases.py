@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes: prefill, and decode by batch size."""
+"""Splits the wall time of a run into prefill, and decode by batch size."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -11,9 +11,10 @@ BAND_ENDS = (4, 16, 64, 128, 256)  # 1-4, 5-16, ..., >256
 
 
 class Mark(NamedTuple):
-    """A moment at which `_step` returned (the first: at which it was called first).
+    """A time at which `_step` returned; the first mark is the time of its first call.
 
-    num_tokens: of the step completed then: tokens prefilled, minus sequences decoded, or 0: none.
+    num_tokens: tokens of the prefill that completed then, or minus the sequences of the decode step
+        that did, or 0 if no step did.
     """
 
     time: float
@@ -21,7 +22,7 @@ class Mark(NamedTuple):
 
 
 class Band(TypedDict):
-    """The decode steps of some batch sizes."""
+    """The decode steps within a range of batch sizes."""
 
     batch: str
     steps: int
@@ -29,7 +30,7 @@ class Band(TypedDict):
 
 
 class Phases(TypedDict):
-    """A run's wall time; `other` is what lies before the first step and after the last."""
+    """A run's wall time, split; `other` is the time before the first step and after the last."""
 
     prefill_seconds: float
     prefill_steps: int
@@ -40,7 +41,7 @@ class Phases(TypedDict):
 
 
 class TimedLLM(LLM):
-    """An `LLM` that marks each step's completion in `marks`, and otherwise is the same."""
+    """An `LLM` that also appends the completion of each step to `marks`."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
@@ -55,10 +56,10 @@ class TimedLLM(LLM):
 
 
 def split(marks: Sequence[Mark], seconds: float) -> Phases:
-    """What of a run of `seconds` went into which steps.
+    """Returns how a run of `seconds` divides into steps, given its marks.
 
-    The host runs ahead of the device, so a step's time is that from the completion before it to
-    its own: the device is busy with it, or waits for the host to launch it.
+    A step's time counts from the completion of the step before it, because the host runs ahead of
+    the device: meanwhile the device works on the step, or waits for the host to launch it.
     """
     prefill: list[float] = []
     decode: list[tuple[int, float]] = []  # batch size, seconds
@@ -82,6 +83,7 @@ def split(marks: Sequence[Mark], seconds: float) -> Phases:
 
 
 def _bands(decode: Sequence[tuple[int, float]]) -> list[Band]:
+    """Groups decode steps, (batch size, seconds) each, by batch size; leaves out empty bands."""
     bands: list[Band] = []
     low = 1
     for high in (*BAND_ENDS, None):
@@ -95,6 +97,7 @@ def _bands(decode: Sequence[tuple[int, float]]) -> list[Band]:
 
 
 def print_phases(name: str, phases: Phases) -> None:
+    """Prints a run's phases and a table of its decode bands."""
     print(
         f"{name}: prefill {phases['prefill_seconds']:.3f}s in {phases['prefill_steps']} steps, "
         f"decode {phases['decode_seconds']:.3f}s in {phases['decode_steps']}, "

@@ -1,7 +1,7 @@
-"""Where the time goes inside steps: a trace and table of a run, and what such tables are made of.
+"""Profiles a run with torch's profiler, and makes tables of time per kernel from such profiles.
 
-All of it through torch's profiler: kernels on a GPU, operators on the CPU. With several ranks it is
-rank 0 that is shown; the kernels that sum over the ranks then include the wait for the others.
+On a GPU a table lists kernels, on the CPU operators. With several ranks it shows rank 0, whose
+all-reduce kernels include the wait for the other ranks.
 """
 
 from collections import defaultdict
@@ -16,13 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
 
-TOP = 12
+MAX_ROWS = 12  # of a printed table; a last row sums up the rest
 
 
 class Activity(NamedTuple):
     """One kernel or copy on a GPU, or one operator call on the CPU; times in microseconds.
 
-    own: without the operators that it called.
+    own: the time without that of operators which it called.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a table: what one kernel takes, per step or in all."""
+    """A row of a table: the time and calls of one kernel, per step or in all."""
 
     name: str
     ms: float
@@ -43,7 +43,7 @@ class Row:
 def profile_run(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], path: Path
 ) -> None:
-    """Profiles one `generate`: a Chrome trace to `path` (gzip if it ends with .gz), and a table."""
+    """Profiles one `generate`: writes a Chrome trace to `path` (.gz: gzip), prints a table."""
     device = llm.config.torch_device
     with profile(activities=profiler_activities(device, with_cpu=True)) as profiler:
         start = perf_counter()
@@ -56,7 +56,7 @@ def profile_run(
 
 
 def busy_ms(activities: Iterable[Activity]) -> float:
-    """Time in which at least one activity runs: kernels may overlap, operators nest."""
+    """Returns the milliseconds in which an activity runs; kernels may overlap, operators nest."""
     busy, until = 0.0, float("-inf")
     for activity in sorted(activities, key=lambda activity: activity.start):
         busy += max(activity.end - max(activity.start, until), 0.0)
@@ -65,7 +65,7 @@ def busy_ms(activities: Iterable[Activity]) -> float:
 
 
 def rows_of(activities: Iterable[Activity], num_steps: int = 1) -> list[Row]:
-    """Time and calls by name, per step, the largest first."""
+    """Returns the table's rows, one per name with time and calls per step, the longest first."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for activity in activities:
         times[activity.name].append(activity.own)
@@ -76,21 +76,24 @@ def rows_of(activities: Iterable[Activity], num_steps: int = 1) -> list[Row]:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
+    """Prints a table: its first rows, and the sum of the others."""
     print("         ms    calls")
-    for row in rows[:TOP]:
+    for row in rows[:MAX_ROWS]:
         print(f"  {row.ms:9.3f} {row.calls:8.1f}  {row.name[:90]}")
-    if rest := rows[TOP:]:
+    if rest := rows[MAX_ROWS:]:
         ms, calls = sum(row.ms for row in rest), sum(row.calls for row in rest)
         print(f"  {ms:9.3f} {calls:8.1f}  ({len(rest)} others)", flush=True)
 
 
 def profiler_activities(device: torch.device, *, with_cpu: bool) -> list[ProfilerActivity]:
+    """Returns what the profiler should record: the device, and with_cpu the host's operators."""
     if device.type != "cuda":
         return [ProfilerActivity.CPU]
     return [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * with_cpu
 
 
 def recorded(profiler: Any, device: torch.device) -> Iterator[Activity]:
+    """Yields the activities of `device` from a finished profiler."""
     is_cuda = device.type == "cuda"
     wanted = "CUDA" if is_cuda else "CPU"
     for event in profiler.events():

@@ -1,8 +1,8 @@
-"""The least time that a workload can take on a device, from two rates measured on it.
+"""The least time that a workload can take on a device, given two rates measured on it.
 
-Decode is bound by what it must read: the K/V of every context token at every step, and all weights
-of matrix products once a step; prefill by its arithmetic. The rest (biases, norms, the embedding
-gather, writes, the sampler) is left out, and so is what a pool too small for all rows would cost.
+Decode is bound by its reads: at each step the K/V of every context token, and the weights of all
+matmuls. Prefill is bound by its arithmetic. The rest (biases, norms, the embedding lookup, writes,
+the sampler) is left out, and so is the cost of a K/V pool that is too small for all rows.
 """
 
 import heapq
@@ -21,7 +21,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a dense decoder with a gated MLP decides about bytes and arithmetic."""
+    """The sizes of a dense decoder with a gated MLP that determine its reads and arithmetic."""
 
     num_layers: int
     hidden_size: int
@@ -34,6 +34,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Config) -> "Shape":
+        """Returns the shape of the engine's model."""
         hf_config = config.hf_config
         return cls(
             num_layers=hf_config.num_hidden_layers,
@@ -48,22 +49,24 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's K and V in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.itemsize
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers' matrix products: q, k, v, o; gate, up, down."""
+        """Number of weights in the matmuls of all layers: q, k, v, o; gate, up, down."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
     @property
     def lm_head_weights(self) -> int:
+        """Number of weights in the LM head."""
         return self.hidden_size * self.vocab_size
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device reaches: bytes copied (read plus written) and operations, per second."""
+    """The rates that a device reaches: bytes copied (read plus written) and FLOP, per second."""
 
     bandwidth: float
     flops: float
@@ -71,7 +74,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A workload's reads and arithmetic, and the seconds that they take at a device's rates."""
+    """A workload's reads and arithmetic, and the least seconds for them at a device's rates."""
 
     kv_bytes: int
     weight_bytes: int
@@ -83,13 +86,14 @@ class Floor:
 
     @property
     def seconds(self) -> float:
+        """The least seconds of the whole workload."""
         return self.kv_seconds + self.weight_seconds + self.prefill_seconds
 
 
 def floor(
     shape: Shape, lengths: Sequence[tuple[int, int]], rates: Rates, max_num_seqs: int
 ) -> Floor:
-    """The floor of requests of (prompt, completion) tokens, at most `max_num_seqs` at a time.
+    """Returns the floor of requests with (prompt, completion) tokens, `max_num_seqs` at a time.
 
     The first token of a completion comes from the prefill, and each other one from a decode step
     that reads the K/V of all tokens before it.
@@ -99,7 +103,7 @@ def floor(
     kv_bytes = num_contexts * shape.kv_bytes_per_token
     weight_bytes = num_steps * (shape.layer_weights + shape.lm_head_weights) * shape.itemsize
     prompt_tokens = sum(prompt for prompt, _ in lengths)
-    num_pairs = sum(prompt * (prompt + 1) // 2 for prompt, _ in lengths)  # query, key at most at it
+    num_pairs = sum(prompt * (prompt + 1) // 2 for prompt, _ in lengths)  # (query, visible key)
     prefill_flops = 2 * (
         shape.layer_weights * prompt_tokens
         + shape.lm_head_weights * len(lengths)
@@ -117,22 +121,24 @@ def floor(
 
 
 def num_decode_steps(output_lens: Sequence[int], max_num_seqs: int) -> int:
-    """Decode steps if each request, in order, takes the row that is free first.
+    """Returns the number of decode steps if each request, in order, takes the row that frees first.
 
-    So the longest completion decides if all run together.
+    If all requests run together, that is the length of the longest completion, less the token of
+    the prefill.
     """
-    rows = [0] * min(max_num_seqs, len(output_lens))  # steps after which each is free: a heap
+    rows = [0] * min(max_num_seqs, len(output_lens))  # heap: the step at which each row is free
     for output_len in output_lens:
         heapq.heapreplace(rows, rows[0] + output_len - 1)
     return max(rows)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The best of several copies, and of several square matrix products, of random data."""
+    """Measures the rates: the best of several copies and square matmuls, each of random data."""
     return Rates(_copy_bandwidth(device), _matmul_flops(device, dtype))
 
 
 def _copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes per second that a copy of a large tensor reads and writes."""
     num_bytes = 2**27
     if device.type == "cuda":
         num_bytes = min(2**31, torch.cuda.mem_get_info(device)[0] // 4)
@@ -143,6 +149,7 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the FLOP per second of a large square matmul."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -150,7 +157,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: the best of several repeats, of several calls each on a GPU."""
+    """Returns seconds per call, the best of several repeats; a repeat has 10 calls on a GPU."""
     num_calls = 10 if device.type == "cuda" else 1
     times = []
     for _ in range(REPEATS + 1):
@@ -164,8 +171,11 @@ def _best_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def report(shape: Shape, runs: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
-    """Measures the rates, prints the floor of `runs` (alike in lengths) beside what each took, and
-    returns it for JSON. With several GPUs the floor takes all to share all of the work."""
+    """Measures the rates, prints the floor of `runs` beside their times, and returns it for JSON.
+
+    All runs have the same lengths. With several GPUs the floor assumes that they share all work
+    evenly.
+    """
     one = measure_rates(config.torch_device, config.torch_dtype)
     num_gpus = config.tensor_parallel_size
     rates = Rates(one.bandwidth * num_gpus, one.flops * num_gpus)
@@ -177,15 +187,15 @@ def report(shape: Shape, runs: Sequence[dict[str, Any]], config: Config) -> dict
         f"Roofline at {si(rates.bandwidth, 'B/s')} copied, read plus written, and "
         f"{si(rates.flops, 'FLOP/s')} in {dtype}, both measured after the runs:"
     )
-    _print_row("K/V reads of decode", si(least.kv_bytes, "B"), least.kv_seconds)
+    _print_line("K/V reads of decode", si(least.kv_bytes, "B"), least.kv_seconds)
     what = f"weight reads, {least.decode_steps} steps"
-    _print_row(what, si(least.weight_bytes, "B"), least.weight_seconds)
-    _print_row("prefill", si(least.prefill_flops, "FLOP"), least.prefill_seconds)
-    _print_row("floor", "", least.seconds, f"{num_tokens / least.seconds:.2f}tok/s")
+    _print_line(what, si(least.weight_bytes, "B"), least.weight_seconds)
+    _print_line("prefill", si(least.prefill_flops, "FLOP"), least.prefill_seconds)
+    _print_line("floor", "", least.seconds, f"{num_tokens / least.seconds:.2f}tok/s")
     for index, run in enumerate(runs):
         seconds = run["seconds"]
         share = f"{least.seconds / seconds:.1%} of the floor's throughput"
-        _print_row(f"run {index}", "", seconds, f"{num_tokens / seconds:.2f}tok/s, {share}")
+        _print_line(f"run {index}", "", seconds, f"{num_tokens / seconds:.2f}tok/s, {share}")
     return {
         "rates": asdict(rates),
         "floor": asdict(least),
@@ -194,12 +204,13 @@ def report(shape: Shape, runs: Sequence[dict[str, Any]], config: Config) -> dict
     }
 
 
-def _print_row(what: str, amount: str, seconds: float, more: str = "") -> None:
+def _print_line(what: str, amount: str, seconds: float, more: str = "") -> None:
+    """Prints a line of the report in columns."""
     print(f"  {what:26} {amount:>12} {seconds:9.3f}s  {more}".rstrip(), flush=True)
 
 
 def si(value: float, unit: str) -> str:
-    """Four digits and a decimal prefix: 4.281 TB/s."""
+    """Returns the value with four digits and a decimal prefix, e.g. 4.281 TB/s."""
     for prefix in ("", "k", "M", "G", "T"):
         if value < 1000:
             return f"{value:.4g} {prefix}{unit}"

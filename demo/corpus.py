@@ -1,4 +1,4 @@
-"""From plain-text novels to token ids: clean text, one chapter at a time, and its tokenizer."""
+"""Turns plain-text novels into token ids: cleans the text by chapter and trains a tokenizer."""
 
 import json
 import re
@@ -12,14 +12,14 @@ END_OF_TEXT = "<|endoftext|>"  # stands between chapters; the eos token
 
 HEADING = re.compile(r"^[ \t]*chapter +(?:[ivxlc]+|\d+)\.?[ \t]*$", re.M | re.I)
 THE_END = re.compile(r"^[ \t]*(?:THE END|FINIS|Finis|A NOTE ON THE TEXT)\.?[ \t]*$", re.M)
-# How paragraphs start that are no part of the story.
+# The start of a paragraph that is not part of the story.
 EDITORIAL = re.compile(r"\[|\*|volume [ivx]+$", re.I)
 
 
 def read_chapters(path: Path) -> list[str]:
-    """The novel's own words, one line per paragraph: no headings, title page or editor's notes.
+    """Returns a novel's chapters without headings, title page or notes, a line per paragraph.
 
-    Lines are unwrapped, and the underscores that mark italics in some editions dropped, so that all
+    Lines are joined, and underscores, which mark italics in some editions, are dropped, so that all
     novels look alike. A text without chapter headings is one chapter.
     """
     text = THE_END.split(path.read_text(encoding="utf-8").replace("_", ""), maxsplit=1)[0]
@@ -32,7 +32,10 @@ def read_chapters(path: Path) -> list[str]:
 
 
 def train_tokenizer(chapters: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids; END_OF_TEXT is id 0."""
+    """Returns a byte-level BPE, trained on `chapters`, of at most `vocab_size` ids.
+
+    END_OF_TEXT has id 0.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,6 +50,7 @@ def train_tokenizer(chapters: list[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path, max_length: int) -> None:
+    """Writes the tokenizer in the format of transformers, loadable by its versions 4 and 5."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -54,14 +58,14 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path, max_length: int) -> None:
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(path)
-    # transformers 5 writes a class name that 4 does not know; both know this one.
+    # transformers 5 writes a class name that version 4 lacks; both have this one.
     config = path / "tokenizer_config.json"
     changed = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def pack(tokenizer: Tokenizer, chapters: list[str]) -> torch.Tensor:
-    """int64 [num_tokens]: the chapters with END_OF_TEXT before, between and after them."""
+    """Returns the chapters as one int64 [num_tokens], with END_OF_TEXT around each."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids = [end]
     for chapter in chapters:

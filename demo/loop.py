@@ -1,4 +1,5 @@
-"""The training loop: dropout, AdamW, a cosine, a running average of the weights, held-out loss."""
+"""The training loop: AdamW, dropout, a cosine schedule, a running average of the weights, and the
+loss on held-out text."""
 
 import argparse
 import copy
@@ -11,11 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-IGNORED = -100  # a target that is not scored
+IGNORED = -100  # as a target: the position is not scored
 
 
 def add_dropout(model: Qwen3ForCausalLM, p: float) -> None:
-    """On attention weights, which is all that Qwen3 has, on embeddings and residual branches."""
+    """Adds dropout to embeddings and residual branches, and sets that of the attention weights.
+
+    The last is the only dropout that Qwen3 has by itself.
+    """
 
     def drop(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, p, training=module.training)
@@ -28,6 +32,7 @@ def add_dropout(model: Qwen3ForCausalLM, p: float) -> None:
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
+    """Returns an AdamW that decays matrices but not norm weights."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
     groups: list[dict[str, Any]] = [
@@ -39,10 +44,10 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Ad
 
 @torch.inference_mode()
 def mean_loss(model: Qwen3ForCausalLM, stream: torch.Tensor, context: int) -> float:
-    """Nats per token of `stream` after its first.
+    """Returns the mean loss, in nats, over the tokens of `stream` after the first.
 
-    The windows overlap by half and score their second half, so that beyond the first window every
-    token is predicted from at least `context // 2` others.
+    Windows overlap by half and score their second half, so that after the first window each token
+    is predicted from at least `context // 2` others.
     """
     stride, num_targets = context // 2, len(stream) - 1
     num_more = math.ceil(max(0, num_targets - context) / stride)  # windows after the first
@@ -50,7 +55,7 @@ def mean_loss(model: Qwen3ForCausalLM, stream: torch.Tensor, context: int) -> fl
     windows = F.pad(stream, (0, padding), value=IGNORED).unfold(0, context + 1, stride)
     targets = windows[:, 1:].clone()  # [num_windows, context]
     targets[1:, : context - stride] = IGNORED
-    inputs = windows[:, :-1].clamp(min=0)  # padding comes last: no scored token sees it
+    inputs = windows[:, :-1].clamp(min=0)  # padding comes last, so no scored token sees it
     total = 0.0
     for some_inputs, some_targets in zip(inputs.split(8), targets.split(8), strict=True):
         logits = model(input_ids=some_inputs, use_cache=False).logits.float()
@@ -66,7 +71,8 @@ def train(
     validation: torch.Tensor,
     args: argparse.Namespace,
 ) -> tuple[Qwen3ForCausalLM, list[dict[str, float]]]:
-    """The running average of the weights where it was best on `validation`, and the log."""
+    """Trains the model; returns the running average of its weights, as it was when its loss on
+    `validation` was lowest, and the log of all validations."""
     average = copy.deepcopy(model).eval()
     model.train()
     add_dropout(model, args.dropout)
@@ -91,7 +97,8 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         loss_sum += loss.detach()
-        decay = min(args.average, step / (step + 10))  # a short memory at first
+        # A short memory at first, so that the average forgets the random weights.
+        decay = min(args.average, step / (step + 10))
         with torch.no_grad():
             for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
                 slow.lerp_(fast, 1 - decay)

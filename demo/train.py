@@ -2,8 +2,8 @@
 
 Run: python demo/train.py --text DIR --out DIR
 
-The text directory holds one plain-text file per novel. One novel is held out: of its chapters the
-odd ones choose among the checkpoints of the run, the even ones give the figures of the model card.
+The text directory holds one plain-text file per novel. One novel is held out: its odd chapters
+select a checkpoint of the run, and its even chapters give the figures of the model card.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PROMPTS = (
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The defaults are those of the model in demo/austen."""
+    """Parses the options, whose defaults made the model in demo/austen."""
     parser = argparse.ArgumentParser(
         description=str(__doc__).splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -60,6 +60,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def new_model(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
+    """Returns a randomly initialised Qwen3 of the sizes in `args`."""
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=args.hidden_size,
@@ -77,7 +78,7 @@ def new_model(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3ForCausalL
 
 
 def sample(model: Qwen3ForCausalLM, tokenizer: Tokenizer, num_tokens: int) -> list[str]:
-    """Each prompt with a continuation at the temperature of `model.generation_config`."""
+    """Returns each of `PROMPTS` with a continuation, sampled by `model.generation_config`."""
     texts = []
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt).ids], device=model.device)
@@ -88,7 +89,7 @@ def sample(model: Qwen3ForCausalLM, tokenizer: Tokenizer, num_tokens: int) -> li
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, path: Path) -> None:
-    """In bfloat16, as an ordinary Hugging Face checkpoint."""
+    """Writes model and tokenizer as a Hugging Face checkpoint; converts the model to bfloat16."""
     end = model.config.eos_token_id
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.8, top_k=0, top_p=1.0, eos_token_id=end, pad_token_id=end
@@ -98,7 +99,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, path: Path) -> None:
 
 
 def load_novels(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The chapters of each novel; exits with advice where they do not suffice."""
+    """Returns each novel's chapters by name; exits with advice if there are too few of either."""
     novels = {path.stem: read_chapters(path) for path in sorted(args.text.glob("*.txt"))}
     if args.held_out not in novels or len(novels) < 2:
         sys.exit(f"error: {args.text} must hold {args.held_out}.txt and at least one more novel")
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         new_model(args, tokenizer).to(device), streams["train"], streams["validation"], args
     )
     save(model, tokenizer, args.out)
-    # What is measured is the file, its weights rounded to bfloat16.
+    # The figures are those of the saved file, whose weights are rounded to bfloat16.
     model = Qwen3ForCausalLM.from_pretrained(args.out).float().to(device).eval()
     for name in ("validation", "held_out"):
         part, loss = figures[name], mean_loss(model, streams[name], args.context)
