@@ -50,19 +50,13 @@ class DecodeConfig:
         return tile, stages, max(self.warps, min(8, num_queries * head_dim // 2048))  # registers
 
 
-# By the least number of sequences times K/V heads, where that is enough for whole contexts, halves
-# or thirds of them. A multiprocessor holds few programs of big tiles and more of small ones; what
-# pays is that the last ones to start find most multiprocessors busy. Swept over bench.py's
-# contexts, the longest first; thirds also in random order.
+# By the least number of sequences times K/V heads: from so many on the contexts need no splits. A
+# multiprocessor holds few programs with big tiles and more with small ones; what pays is that the
+# last ones to start find most multiprocessors busy. From replays of bench.py's decode steps:
+# docs/benchmarks/2026-12-01-ablation.md.
 CONFIGS = (
-    (2040, DecodeConfig(1, 8, stages=3, warps=1)),
-    (1760, DecodeConfig(1, 16, stages=2, warps=4)),
-    (1152, DecodeConfig(1, 8, stages=3, warps=1)),
-    (800, DecodeConfig(1, 8, stages=4, warps=1)),
-    (520, DecodeConfig(1, 16, stages=3, warps=4)),
-    (424, DecodeConfig(2, 16, stages=2, warps=4)),
+    (920, DecodeConfig(1, 8, stages=3, warps=1)),
     (376, DecodeConfig(1, 16, stages=3, warps=4)),
-    (296, DecodeConfig(3, 4, stages=3, warps=1)),
 )
 
 

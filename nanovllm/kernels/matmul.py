@@ -141,33 +141,18 @@ class LibrarySplitK:
         return torch.bmm(x_slices, weight_slices, out_dtype=torch.float32)
 
 
-# What was fastest in a sweep on an H200, by the most tokens that it is for.
+# By the most tokens that they are for: what is fastest on an H200 for the layers of two models.
+# docs/benchmarks/2026-12-01-ablation.md says what each of them brings.
 CANDIDATES: dict[int, list[TritonMatmul | LibrarySplitK]] = {
     16: [
-        TritonMatmul(16, 64, 64, stages=6, warps=4),
-        TritonMatmul(16, 64, 128, stages=3, warps=4),
-        *(TritonMatmul(16, 64, 64, stages=6, warps=4, split_k=split_k) for split_k in (2, 4, 8)),
+        TritonMatmul(16, 64, 64, stages=6, warps=4, split_k=4),
         TritonMatmul(16, 64, 64, stages=5, warps=4, has_silu_epilogue=True),
         TritonMatmul(16, 64, 128, stages=6, warps=4, has_silu_epilogue=True),
     ],
     64: [
-        TritonMatmul(64, 64, 64, stages=6, warps=4),
-        TritonMatmul(64, 64, 64, stages=4, warps=4),
-        *(TritonMatmul(64, 64, 64, stages=6, warps=4, split_k=split_k) for split_k in (2, 4, 8)),
-        TritonMatmul(64, 128, 64, stages=6, warps=4, split_k=4),
+        TritonMatmul(64, 64, 64, stages=6, warps=4, split_k=4),
         TritonMatmul(64, 64, 64, stages=4, warps=4, has_silu_epilogue=True),
         TritonMatmul(64, 64, 128, stages=5, warps=4, has_silu_epilogue=True),
     ],
-    128: [
-        TritonMatmul(64, 64, 64, stages=6, warps=4, split_k=4),
-        *(TritonMatmul(128, 64, 64, stages=6, warps=8, split_k=split_k) for split_k in (2, 4)),
-        *(LibrarySplitK(split_k) for split_k in (2, 4)),
-        TritonMatmul(128, 64, 64, stages=6, warps=8, has_silu_epilogue=True),
-    ],
-    256: [
-        TritonMatmul(64, 64, 64, stages=6, warps=4, split_k=2),
-        TritonMatmul(128, 64, 64, stages=6, warps=8, split_k=4),
-        *(LibrarySplitK(split_k) for split_k in (2, 4)),
-        TritonMatmul(128, 128, 64, stages=5, warps=8, has_silu_epilogue=True),
-    ],
+    256: [LibrarySplitK(2)],
 }
