@@ -1,4 +1,4 @@
-"""Paged decode attention with the context split over programs (Flash-Decoding).
+"""Paged decode attention with the context split over programs (Flash-Decoding, Dao et al. 2023).
 
 One program attends to one split of one sequence's context, for all query heads that share a K/V
 head, with an online softmax, and fetches tiles of K/V ahead. If there is more than one split, a
