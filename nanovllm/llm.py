@@ -48,9 +48,9 @@ class LLM(LLMEngine):
             defaults.
 
         All prompts are checked before any is queued: `TypeError` and `ValueError` name the index of
-        the prompt. If a step raises, this call's requests are aborted and the engine stays usable.
-        So they are on Ctrl-C, which takes effect between two steps. Requests that `add_request`
-        queued before are served along; `step` returns their results.
+        the prompt. If a step raises, this call's requests are aborted; the engine stays usable, but
+        not with several ranks. Ctrl-C takes effect between two steps and aborts them as well.
+        Requests that `add_request` queued before are served along; `step` returns their results.
         """
         self._check_open()
         batch = _as_batch(prompts)

@@ -5,7 +5,7 @@ not know yet: the runner keeps each row's block table, last token and length its
 carries the scheduled slice of the prompt, and a decode step little more than its rows.
 """
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +36,7 @@ class PrefillChunk:
     """
 
     start: int
-    token_ids: Sequence[int]
+    token_ids: "array[int] | list[int]"
     is_last: bool
     init: RowInit | None
 

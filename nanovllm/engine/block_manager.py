@@ -51,9 +51,9 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._num_dealt = 0  # ids from here on have never been used
         self._ref_counts: dict[int, int] = {}  # blocks in use
-        self._blank: list[int] = []  # freed, with nothing published; most recently freed last
-        # The other freed ones, least recently freed first.
-        self._freed: OrderedDict[int, None] = OrderedDict()
+        self._free_blank: list[int] = []  # with nothing published; the most recently freed last
+        # Freed and still published, the least recently freed first.
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
         self._published: dict[int, CachedBlock] = {}  # by block id
         self._block_by_hash: dict[int, int] = {}
 
@@ -78,7 +78,7 @@ class BlockManager:
             return False
         for block_id in hits:
             if block_id not in self._ref_counts:
-                del self._freed[block_id]
+                del self._free_cached[block_id]
             self._ref_counts[block_id] = self._ref_counts.get(block_id, 0) + 1
         seq.block_table = hits + [self._take_free_block() for _ in range(num_new)]
         seq.num_computed_tokens = len(hits) * self.block_size
@@ -102,9 +102,9 @@ class BlockManager:
             if self._ref_counts[block_id] == 0:
                 del self._ref_counts[block_id]
                 if block_id in self._published:
-                    self._freed[block_id] = None
+                    self._free_cached[block_id] = None
                 else:
-                    self._blank.append(block_id)
+                    self._free_blank.append(block_id)
         seq.block_table = NO_BLOCKS
         seq.num_published_blocks = 0
 
@@ -121,6 +121,7 @@ class BlockManager:
             block_id, block_hash = seq.block_table[index], seq.block_hashes[index]
             tokens = self._tokens_of(seq, index)
             previous = self._published[seq.block_table[index - 1]] if index else None
+            # A block with the same content: share its object, so that chains compare as identical.
             twin = self._lookup(block_hash, tokens, previous)
             self._published[block_id] = (
                 CachedBlock(block_hash, tokens, previous) if twin is None else self._published[twin]
@@ -132,11 +133,11 @@ class BlockManager:
         """Asserts the invariants. `sequences` must include all that hold blocks."""
         held = dict(Counter(block_id for seq in sequences for block_id in seq.block_table))
         assert held == self._ref_counts, "ref counts differ from the block tables"
-        known = Counter([*held, *self._freed, *self._blank])
+        known = Counter([*held, *self._free_cached, *self._free_blank])
         assert all(count == 1 for count in known.values()), "a block is free and in use"
         assert known.keys() == set(range(self._num_dealt)), "a block is neither free nor in use"
-        assert self._published.keys() >= self._freed.keys(), "a block is kept for nothing"
-        assert not self._published.keys() & set(self._blank), "a block is dealt out too early"
+        assert self._published.keys() >= self._free_cached.keys(), "a block is kept for nothing"
+        assert not self._published.keys() & set(self._free_blank), "a block is dealt out too early"
         assert self._num_dealt <= self.num_blocks
         for block_hash, block_id in self._block_by_hash.items():
             assert self._published[block_id].block_hash == block_hash, (
@@ -188,16 +189,16 @@ class BlockManager:
         First comes the block freed last among those that hold nothing to find, whose memory is the
         warmest; then one never used; then the least recently freed one of the prefix cache.
         """
-        if self._blank:
-            block_id = self._blank.pop()
+        if self._free_blank:
+            block_id = self._free_blank.pop()
         elif self._num_dealt < self.num_blocks:
             block_id = self._num_dealt
             self._num_dealt += 1
         else:
-            block_id, _ = self._freed.popitem(last=False)
-            cached = self._published.pop(block_id, None)
+            block_id, _ = self._free_cached.popitem(last=False)
+            cached = self._published.pop(block_id)
             # Two sequences may have published the same hash; the entry may be the other's.
-            if cached is not None and self._block_by_hash.get(cached.block_hash) == block_id:
+            if self._block_by_hash.get(cached.block_hash) == block_id:
                 del self._block_by_hash[cached.block_hash]
         self._ref_counts[block_id] = 1
         return block_id

@@ -60,7 +60,7 @@ class DecodeGraphs:
     def replay(self, rows: torch.Tensor) -> torch.Tensor:
         """rows int64 [size], padded with -1 to a captured size -> sampled ids int64 [size].
 
-        The result is valid until the next replay.
+        The result is valid until the next replay; `DeviceToHost.fetch` queues its copy before that.
         """
         size = len(rows)
         self._rows[:size].copy_(rows)

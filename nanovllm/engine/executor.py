@@ -1,8 +1,9 @@
 """Tensor parallelism on one host: rank 0 here, ranks 1 to N-1 in processes of their own.
 
-What rank 0's runner is asked to do, the others are told as (method, arguments), so that all runners
-make the same calls in the same order and keep the same state. Results are those of rank 0. A call
-that fails on any rank ends the engine: the ranks could not be brought into step again.
+What rank 0's runner is asked to do, the others are told as pickled (method, arguments), through the
+shared memory of ipc.py. So all runners make the same calls in the same order and keep the same
+state. Results are those of rank 0. A call that fails on any rank ends the engine: the ranks could
+not be brought into step again.
 """
 
 from collections.abc import Callable

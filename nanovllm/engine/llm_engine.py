@@ -84,13 +84,14 @@ class LLMEngine:
     def _step(self) -> tuple[list[Sequence], int]:
         """Does what `step` says, and returns the sequences that ended.
 
-        If anything raises, the steps in flight are undone and their requests start afresh.
+        If anything raises, the steps in flight are forgotten and all residents start afresh.
         """
         runner = self._check_open()
         try:
             batch = self.scheduler.schedule()
             if batch is not None:
                 self._in_flight.append((batch, runner.launch(batch)))
+            # One step stays in flight, unless nothing new could be launched.
             may_wait = batch is not None and self.config.async_scheduling
             if not self._in_flight or (may_wait and len(self._in_flight) == 1):
                 return [], 0
@@ -110,7 +111,7 @@ class LLMEngine:
         self._forget_idle_steps()
 
     def _forget_idle_steps(self) -> None:
-        """Forgets the step in flight if everything that it computes for has ended meanwhile."""
+        """Forgets the step in flight once no request is left: nobody needs its ids."""
         if self.scheduler.is_finished():
             self._in_flight.clear()
             self.scheduler.forget_steps_in_flight()

@@ -124,7 +124,7 @@ class ModelRunner:
     def _prefill(self, batch: ScheduledBatch) -> torch.Tensor:
         inputs, last_tokens, rows = self.rows.prefill_inputs(batch)
         hidden = self._forward(inputs, last_tokens)
-        return self._sample(hidden, rows) if len(rows) else rows
+        return self._sample(hidden, rows) if len(rows) else rows  # no prompt ends: no ids
 
     def _decode(self, batch: ScheduledBatch) -> torch.Tensor:
         self.rows.grow(batch.growth)
@@ -138,12 +138,13 @@ class ModelRunner:
         return self._sample(self._forward(self.rows.decode_inputs(rows, max_context_len)), rows)
 
     def _forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """wanted: int64 [m], the tokens whose hidden states are returned; None for all."""
         return self.model(inputs.input_ids, inputs.positions, inputs.context, wanted)
 
     def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Samples the next token of each row and keeps it there.
+        """Samples one token for each row and stores it as the row's last token.
 
-        hidden [n, hidden_size] -> token ids int64 [n]
+        hidden [n, hidden_size], rows int64 [n] -> token ids int64 [n]
         """
         logits = self.model.compute_logits(hidden)
         sampled: torch.Tensor = self.sampler(logits, rows, self.rows.sampling)

@@ -1,8 +1,8 @@
 """What the runner keeps for each resident sequence, on the model's device.
 
-The scheduler names rows. A step derives its inputs from the state of its rows and leaves its result
-there, so that a decode step needs nothing but the list of rows. All updates happen in launch order,
-on one stream.
+The scheduler names rows. A step derives its inputs from the state of its rows and leaves its
+result there. So a decode step needs nothing from the host but the list of rows and, now and then,
+new block ids. All updates happen in launch order, on one stream.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class RowState:
     def prefill_inputs(
         self, batch: ScheduledBatch
     ) -> tuple[StepInputs, torch.Tensor, torch.Tensor]:
-        """Starts the batch's new rows and counts its tokens as cached.
+        """Starts the batch's new rows and advances its rows' lengths by this step's tokens.
 
         Returns the step's inputs; the indices int64 [m] of the tokens after which one is sampled;
         and the rows int64 [m] that get the sampled tokens.
@@ -95,12 +95,12 @@ class RowState:
     def decode_inputs(self, rows: torch.Tensor, max_context_len: int) -> StepInputs:
         """Returns the inputs of a step that computes the last token of each row.
 
-        It counts those tokens as cached. rows: int64 [n], -1 for padding, on CUDA only.
+        It advances the rows' lengths by one. rows: int64 [n], -1 for padding, on CUDA only.
         max_context_len: a bound on the context lengths, these tokens included.
         """
         state = self.sampling
         if rows.is_cuda:
-            from nanovllm.kernels.rows import decode_inputs
+            from nanovllm.kernels.decode_inputs import decode_inputs
 
             input_ids, positions, slots, context_lens, tables = decode_inputs(
                 rows, state.last_tokens, state.context_lens, self.block_tables, self.block_size

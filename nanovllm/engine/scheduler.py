@@ -1,8 +1,8 @@
 """Decides who runs in the next step, with how many tokens.
 
-`schedule()` advances counters and takes blocks, `postprocess()` only fills in values. So a step can
-be scheduled before the ids of the one before it are known. Preemption needs those ids, and waits
-until no step is in flight. Nothing here knows of tensors.
+`schedule()` advances counters and takes blocks without knowing the ids that the step in flight will
+sample; `postprocess()` fills those in, publishes full blocks and releases what has ended. Only
+preemption needs all ids, and waits until no step is in flight. Nothing here knows of tensors.
 """
 
 from collections import deque
@@ -74,10 +74,11 @@ class Scheduler:
             seq = self._unfinished.get(seq_id)
             if seq is None:
                 continue
+            # The step has computed the last known token; when that filled a block, publish it.
             if not batch.is_prefill and len(seq.token_ids) % self.block_manager.block_size == 0:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
-            if self._ends(seq, token_id):
+            if self._finish_if_ended(seq, token_id):
                 self._release(seq)
                 finished.append(seq)
                 del self.running[seq_id], self._unfinished[seq_id]
@@ -102,10 +103,10 @@ class Scheduler:
     def recover(self) -> None:
         """Forgets the steps in flight and starts all residents afresh, after a step has failed."""
         self.forget_steps_in_flight()
-        if self.waiting:
+        if self.waiting:  # only the head can be resident
             self._release(self.waiting[0])
         for seq in self.running.values():
-            if seq.finish_reason is not None:  # interrupted while it ended: let it end once more
+            if seq.finish_reason is not None:  # raised before it was removed: let it end again
                 seq.finish_reason = None
                 seq.token_ids.pop()
                 seq.num_tokens = len(seq.token_ids)
@@ -113,6 +114,11 @@ class Scheduler:
             self._preempt_last()
 
     def _schedule_prefill(self) -> ScheduledBatch | None:
+        """Admits requests in order while rows, blocks and budget last; the last may get a chunk.
+
+        While a prompt is only partly scheduled every step is a prefill, so that neither decode nor
+        preemption ever meets one.
+        """
         seqs: list[Sequence] = []
         chunks: list[PrefillChunk] = []
         budget = self.max_num_batched_tokens
@@ -138,11 +144,12 @@ class Scheduler:
         return self._batch(seqs, chunks, []) if seqs else None
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        """Schedules one token for each running sequence whose last token is not yet in flight.
+        """Schedules one token for each running sequence, except those whose final one is scheduled.
 
-        It preempts the most recently admitted sequences until the others have their blocks. It
-        returns None if that must wait for a step in flight: a preempted sequence recomputes its
-        tokens, those ids included.
+        It preempts the most recently admitted sequences until the others have their blocks: the
+        pool holds at least one request of `max_model_len`, so the first admitted always fits. It
+        returns None if preemption must wait for a step in flight, whose ids a preempted sequence
+        recomputes.
         """
         while True:
             seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
@@ -170,7 +177,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _release(self, seq: Sequence) -> None:
-        """Takes row and blocks from `seq`, which must compute all its tokens again."""
+        """Takes row and blocks from `seq`; scheduled again, it computes all its tokens afresh."""
         if seq.row is None:
             return
         self.block_manager.free(seq)
@@ -179,7 +186,8 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.num_tokens = len(seq.token_ids)
 
-    def _ends(self, seq: Sequence, token_id: int) -> bool:
+    def _finish_if_ended(self, seq: Sequence, token_id: int) -> bool:
+        """Sets the finish reason if this token ends `seq`; returns whether it does."""
         if token_id in self.stop_token_ids and not seq.sampling_params.ignore_eos:
             seq.finish_reason = "stop"
         elif len(seq.token_ids) >= seq.max_num_tokens:

@@ -20,14 +20,17 @@ class Sequence:
     token_ids: prompt and completion as far as known; takes over `prompt_token_ids`. An array("q"),
         not a list: the garbage collector would visit every id of every waiting prompt, again and
         again. For its sake too, a waiting sequence holds no other object of its own.
-    num_tokens: known tokens plus one that is being sampled.
+    num_tokens: known tokens plus those that launched steps will sample: at most two, none while it
+        waits.
     num_computed_tokens: leading tokens whose K/V is, or with the launched steps will be, cached.
     sampling_params: the caller's own object, which all prompts of a call may share.
     max_num_tokens: prompt and completion never exceed this.
     seed: 64 bits that key the sampling noise.
     row: index in the runner's per-row state while resident, else None.
+    block_table: ids of the K/V blocks of its tokens, in order; `NO_BLOCKS` unless resident.
     block_hashes: hash chain of the leading full blocks of `token_ids`, extended on demand.
     num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
+    finish_reason: why it has ended; None before.
     """
 
     __slots__ = (

@@ -24,10 +24,10 @@ from nanovllm.utils.gpu_links import PeerLostError
 
 def connect(config: Config, rank: int, store_file: str) -> TPGroup:
     """Meets the other ranks. Hidden states of one step are what they will often exchange."""
-    row_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
-    rows = config.max_num_seqs, row_bytes
+    token_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
+    exchange_shape = config.max_num_seqs, token_bytes
     size = config.tensor_parallel_size
-    return TPGroup.connect(rank, size, store_file, config.torch_device, rows)
+    return TPGroup.connect(rank, size, store_file, config.torch_device, exchange_shape)
 
 
 def worker_main(

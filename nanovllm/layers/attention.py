@@ -79,7 +79,7 @@ class Attention(nn.Module):
         qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         kernels = _fused_kernels(qkv)
-        if kernels is not None:
+        if kernels is not None:  # in place: q and k are views of qkv
             kernels.norm_rope_store(
                 qkv,
                 positions,

@@ -83,12 +83,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, group: TPGroup, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        group.share(intermediate_size, "intermediate_size")
+        group.share(intermediate_size, "intermediate_size")  # raises if it does not divide
         self.gate_up_proj = GatedLinear(group, hidden_size, intermediate_size)
         self.down_proj = RowParallelLinear(group, intermediate_size, hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))
+        out: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))  # SiLU(gate) * up included
         return out
 
 
@@ -218,7 +218,7 @@ def check_supported(hf_config: PretrainedConfig) -> None:
             f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
         )
     layer_types = getattr(hf_config, "layer_types", None)
-    if layer_types is None:  # transformers before 4.53
+    if layer_types is None:  # before transformers 4.53, and families without windows
         has_window = getattr(hf_config, "use_sliding_window", False) and hf_config.sliding_window
         is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
     else:

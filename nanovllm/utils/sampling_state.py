@@ -1,4 +1,4 @@
-"""The sampling state of the runner's rows, as tensors on the model's device."""
+"""What each row samples with and from: parameters, length and last token, on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,10 +16,10 @@ from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_close, dt
 
 pytest.importorskip("triton")
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.decode_inputs import decode_inputs
 from nanovllm.kernels.embedding import embed_share
 from nanovllm.kernels.layernorm import add_rms_norm
 from nanovllm.kernels.matmul import CANDIDATES, LibrarySplitK, TritonMatmul
-from nanovllm.kernels.rows import decode_inputs
 from nanovllm.kernels.sampler import sample
 
 
