@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
+from tests.helpers.engines import greedy_ids
 
 
 class HuggingFace:
@@ -31,13 +32,6 @@ class HuggingFace:
             completion.append(int(out.logits[0, -1].argmax()))
             ids = torch.tensor([completion[-1:]])
         return completion
-
-
-def greedy_ids(
-    llm: LLM, prompts: list[list[int]], max_tokens: int, ignore_eos: bool = True
-) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
-    return [out["token_ids"] for out in llm.generate(list(prompts), params, use_tqdm=False)]
 
 
 def next_token_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:

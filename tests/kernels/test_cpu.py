@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from numba.core.caching import CacheImpl
 
-from nanovllm import LLM, SamplingParams, kernels
+from nanovllm import SamplingParams, kernels
 from nanovllm.kernels import cpu
 from nanovllm.layers.attention import LayerCache, store_kv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import make_llm
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # A kernel's sums go in another order, so a result may round to a neighbour.
@@ -116,7 +117,7 @@ def test_an_engine_with_them_gives_what_one_without_gives(
         return call
 
     def completions() -> list[list[int]]:
-        with LLM(path, device="cpu", max_num_seqs=4) as llm:
+        with make_llm(path, max_num_seqs=4) as llm:
             compiled = cpu._compiled.cache_info().misses
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), False)
             assert cpu._compiled.cache_info().misses == compiled

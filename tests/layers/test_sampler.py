@@ -9,6 +9,7 @@ from scipy import stats
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.sampler import best_tokens, gumbel_noise
 from nanovllm.utils.sampling_state import SamplingState
+from tests.helpers.engines import make_llm, sampled_ids
 
 NUM_DRAWS = 65536
 
@@ -93,54 +94,46 @@ def test_rows_do_not_influence_each_other_and_logits_stay_untouched() -> None:
 
 @pytest.fixture(scope="module")
 def llm(tiny_qwen3: Path) -> LLM:
-    return LLM(str(tiny_qwen3), max_model_len=128, kvcache_block_size=16)
+    return make_llm(tiny_qwen3, device="auto")
 
 
 PARAMS = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, seed=7)
 
 
-def sampled(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    return [out["token_ids"] for out in llm.generate(list(prompts), params, use_tqdm=False)]
-
-
 def test_seeded_request_ignores_neighbours_preemption_and_chunks(
     llm: LLM, tiny_qwen3: Path, ragged_prompts: list[list[int]]
 ) -> None:
-    alone = [sampled(llm, [prompt], PARAMS)[0] for prompt in ragged_prompts]
+    alone = [sampled_ids(llm, [prompt], PARAMS)[0] for prompt in ragged_prompts]
     assert len({tuple(ids) for ids in alone}) == len(alone)
-    assert sampled(llm, ragged_prompts, PARAMS) == alone
-    tight = LLM(
-        str(tiny_qwen3),
-        max_model_len=128,
-        kvcache_block_size=16,
-        num_kvcache_blocks=9,
-        max_num_batched_tokens=13,
-    )
-    assert sampled(tight, ragged_prompts, PARAMS) == alone
+    assert sampled_ids(llm, ragged_prompts, PARAMS) == alone
+    tiny_pool = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 13}
+    tight = make_llm(tiny_qwen3, device="auto", **tiny_pool)
+    assert sampled_ids(tight, ragged_prompts, PARAMS) == alone
     assert tight.scheduler.num_preemptions > 0
 
 
 def test_identical_prompts_differ_and_a_fresh_engine_repeats(tiny_qwen3: Path) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
     prompts = [[5, 6, 7]] * 4
-    runs = [sampled(LLM(str(tiny_qwen3), max_model_len=64), prompts, params) for _ in range(2)]
+    config = {"device": "auto", "max_num_seqs": 4}
+    runs = [sampled_ids(make_llm(tiny_qwen3, **config), prompts, params) for _ in range(2)]
     assert runs[0] == runs[1]
     assert len({tuple(ids) for ids in runs[0]}) == 4
-    other = sampled(LLM(str(tiny_qwen3), max_model_len=64, seed=1), prompts, params)
+    other = sampled_ids(make_llm(tiny_qwen3, seed=1, **config), prompts, params)
     assert not {tuple(ids) for ids in other} & {tuple(ids) for ids in runs[0]}
 
 
 def test_own_seed_repeats_and_differs_by_seed(llm: LLM) -> None:
-    first, again = sampled(llm, [[9, 8, 7]] * 2, PARAMS)
+    first, again = sampled_ids(llm, [[9, 8, 7]] * 2, PARAMS)
     assert first == again
     for seed in (8, 2**64 - 1, 2**63):
         params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, seed=seed)
-        assert sampled(llm, [[9, 8, 7]], params) != [first]
+        assert sampled_ids(llm, [[9, 8, 7]], params) != [first]
 
 
 def test_greedy_and_sampled_requests_mix(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompt = [3, 1, 4, 1, 5]
     mixed = llm.generate([prompt] * 3, [greedy, PARAMS, greedy], use_tqdm=False)
-    assert mixed[0]["token_ids"] == mixed[2]["token_ids"] == sampled(llm, [prompt], greedy)[0]
-    assert mixed[1]["token_ids"] == sampled(llm, [prompt], PARAMS)[0]
+    assert mixed[0]["token_ids"] == mixed[2]["token_ids"] == sampled_ids(llm, [prompt], greedy)[0]
+    assert mixed[1]["token_ids"] == sampled_ids(llm, [prompt], PARAMS)[0]

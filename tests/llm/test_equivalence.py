@@ -1,69 +1,56 @@
 """The same greedy tokens whatever way the engine goes about them, on CPU and GPU (fp32)."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM
-from tests.helpers.reference import greedy_ids
+from tests.helpers.engines import SIZES, greedy_ids, make_llm
 
 NUM_TOKENS = 24
+NUM_SLOTS = SIZES["num_kvcache_blocks"] * SIZES["kvcache_block_size"]
 Prompts = list[list[int]]
 MakeLLM = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def make_llm(request: pytest.FixtureRequest, tiny_qwen3: Path) -> MakeLLM:
-    def make(**config: Any) -> LLM:
-        defaults = {"device": request.param, "max_model_len": 128, "kvcache_block_size": 16}
-        config = defaults | config
-        # Room for all prompts; named, so that engines on one GPU do not measure each other.
-        config.setdefault("num_kvcache_blocks", 64 * 128 // config["kvcache_block_size"])
-        return LLM(str(tiny_qwen3), **config)
-
-    return make
+def make(request: pytest.FixtureRequest, tiny_qwen3: Path) -> MakeLLM:
+    """Makes engines on one device, which have room for all prompts unless the test says less."""
+    return partial(make_llm, tiny_qwen3, device=request.param)
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_qwen3: Path, ragged_prompts: Prompts) -> Prompts:
     """One prompt and one step at a time on the CPU, no prefix cache, no chunks, no preemption."""
-    llm = LLM(
-        str(tiny_qwen3),
-        device="cpu",
-        max_model_len=128,
-        kvcache_block_size=16,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        max_num_seqs=1,
-    )
-    return [greedy_ids(llm, [prompt], NUM_TOKENS)[0] for prompt in ragged_prompts]
+    plain = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 1}
+    with make_llm(tiny_qwen3, **plain) as llm:
+        return [greedy_ids(llm, [prompt], NUM_TOKENS)[0] for prompt in ragged_prompts]
 
 
 def test_batch_of_32_equals_one_by_one(
-    make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+    make: MakeLLM, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    assert greedy_ids(make_llm(), ragged_prompts, NUM_TOKENS) == expected
+    assert greedy_ids(make(), ragged_prompts, NUM_TOKENS) == expected
 
 
 def test_prefix_cache_off_cold_and_hit(
-    make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+    make: MakeLLM, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    off = make_llm(enable_prefix_caching=False)
+    off = make(enable_prefix_caching=False)
     assert greedy_ids(off, ragged_prompts, NUM_TOKENS) == expected
     assert greedy_ids(off, ragged_prompts, NUM_TOKENS) == expected
-    cached = make_llm()
+    cached = make()
     assert greedy_ids(cached, ragged_prompts, NUM_TOKENS) == expected
     num_prefilled = count_prefilled_tokens(cached)
     assert greedy_ids(cached, ragged_prompts, NUM_TOKENS) == expected
     assert sum(num_prefilled) < sum(map(len, ragged_prompts)), "the second run had no hits"
 
 
-def test_waiting_for_each_step(
-    make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
-) -> None:
-    llm = make_llm(async_scheduling=False, max_num_seqs=9)
+def test_waiting_for_each_step(make: MakeLLM, ragged_prompts: Prompts, expected: Prompts) -> None:
+    llm = make(async_scheduling=False, max_num_seqs=9)
     assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
 
 
@@ -84,9 +71,9 @@ def count_prefilled_tokens(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize("budget", [7, 64, 16384])
 def test_chunked_prefill(
-    budget: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+    budget: int, make: MakeLLM, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    llm = make_llm(max_num_batched_tokens=budget)
+    llm = make(max_num_batched_tokens=budget)
     counts = count_prefilled_tokens(llm)
     assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
     assert max(counts) <= budget
@@ -98,11 +85,11 @@ def test_chunked_prefill(
 def test_preemption(
     enable_prefix_caching: bool,
     budget: int,
-    make_llm: MakeLLM,
+    make: MakeLLM,
     ragged_prompts: Prompts,
     expected: Prompts,
 ) -> None:
-    llm = make_llm(
+    llm = make(
         num_kvcache_blocks=9,
         enable_prefix_caching=enable_prefix_caching,
         max_num_batched_tokens=budget,
@@ -114,18 +101,18 @@ def test_preemption(
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 256])
 def test_block_sizes(
-    block_size: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+    block_size: int, make: MakeLLM, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    llm = make_llm(kvcache_block_size=block_size)
+    llm = make(kvcache_block_size=block_size, num_kvcache_blocks=NUM_SLOTS // block_size)
     for _ in range(2):
         assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 17])
 def test_max_num_seqs(
-    max_num_seqs: int, make_llm: MakeLLM, ragged_prompts: Prompts, expected: Prompts
+    max_num_seqs: int, make: MakeLLM, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    llm = make_llm(max_num_seqs=max_num_seqs)
+    llm = make(max_num_seqs=max_num_seqs)
     assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
 
 
@@ -135,18 +122,19 @@ def test_max_num_seqs(
 def test_gpu_backends_and_modes(
     attention_backend: str,
     enforce_eager: bool,
-    make_llm: MakeLLM,
+    tiny_qwen3: Path,
     ragged_prompts: Prompts,
     expected: Prompts,
 ) -> None:
-    llm = make_llm(device="cuda", attention_backend=attention_backend, enforce_eager=enforce_eager)
+    config = {"attention_backend": attention_backend, "enforce_eager": enforce_eager}
+    llm = make_llm(tiny_qwen3, device="cuda", **config)
     assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
 
 
-def test_prompt_lengths_around_a_block(make_llm: MakeLLM, ragged_prompts: Prompts) -> None:
+def test_prompt_lengths_around_a_block(make: MakeLLM, ragged_prompts: Prompts) -> None:
     tokens = [token for prompt in ragged_prompts for token in prompt]
     prompts = [tokens[:length] for length in (15, 16, 17, 31, 32, 33)]
-    alone = make_llm(enable_prefix_caching=False, max_num_seqs=1)
-    together = make_llm(max_num_batched_tokens=16)
+    alone = make(enable_prefix_caching=False, max_num_seqs=1)
+    together = make(max_num_batched_tokens=16)
     for _ in range(2):
         assert greedy_ids(together, prompts, NUM_TOKENS) == greedy_ids(alone, prompts, NUM_TOKENS)

@@ -12,9 +12,10 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from tests.helpers.checkpoints import VOCAB_SIZE, edit_json
-from tests.helpers.reference import HuggingFace, greedy_ids
+from tests.helpers.engines import greedy_ids, make_llm
+from tests.helpers.reference import HuggingFace
 
-CONFIG = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 9}
+SIZES = {"max_model_len": 64, "num_kvcache_blocks": 9}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 PROMPT = [7, 8, 9]
 
@@ -98,7 +99,7 @@ def expected_ids(tiny_qwen3: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def shared_llm(tiny_qwen3: Path) -> LLM:
-    return LLM(str(tiny_qwen3), **CONFIG)
+    return make_llm(tiny_qwen3, **SIZES)
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_bad_config(
     tiny_qwen3: Path, name: str, value: Any, error: type[Exception], pattern: str
 ) -> None:
     with pytest.raises(error, match=pattern) as caught:
-        LLM(str(tiny_qwen3), **(CONFIG | {name: value}))
+        make_llm(tiny_qwen3, **(SIZES | {name: value}))
     message = str(caught.value).replace(" ", "_")
     assert name in message
     assert str(value) in message
@@ -187,8 +188,8 @@ def test_unknown_keyword_suggests_the_near_match(tiny_qwen3: Path) -> None:
 def test_pool_smaller_than_one_request(tiny_qwen3: Path) -> None:
     fix = "takes 4 blocks.*raise num_kvcache_blocks to 4 or lower max_model_len to 48"
     with pytest.raises(ValueError, match=f"3 blocks x 16 tokens.*max_model_len=64.*{fix}"):
-        LLM(str(tiny_qwen3), **(CONFIG | {"num_kvcache_blocks": 3}))
-    LLM(str(tiny_qwen3), **(CONFIG | {"num_kvcache_blocks": 4})).exit()
+        make_llm(tiny_qwen3, **(SIZES | {"num_kvcache_blocks": 3}))
+    make_llm(tiny_qwen3, **(SIZES | {"num_kvcache_blocks": 4})).exit()
 
 
 def test_not_a_checkpoint(checkpoint: Path) -> None:
@@ -240,17 +241,17 @@ def test_model_that_would_give_other_text(checkpoint: Path, case: str) -> None:
     changes, pattern = UNSUPPORTED[case]
     edit_json(checkpoint / "config.json", layer_types=None, **changes)
     with pytest.raises(ValueError, match=pattern):
-        LLM(str(checkpoint), **CONFIG)
+        make_llm(checkpoint, **SIZES)
 
 
 def test_sliding_window_that_is_switched_off(checkpoint: Path, expected_ids: list[int]) -> None:
     changes = {"use_sliding_window": False, "sliding_window": 2, "max_window_layers": 0}
     edit_json(checkpoint / "config.json", layer_types=None, **changes)
-    assert greedy_ids(LLM(str(checkpoint), **CONFIG), [PROMPT], 4) == [expected_ids]
+    assert greedy_ids(make_llm(checkpoint, **SIZES), [PROMPT], 4) == [expected_ids]
 
 
 def test_use_after_exit(tiny_qwen3: Path) -> None:
-    llm = LLM(str(tiny_qwen3), **CONFIG)
+    llm = make_llm(tiny_qwen3, **SIZES)
     llm.exit()
     for use in (lambda: llm.generate("a"), lambda: llm.add_request("a", GREEDY), llm.step):
         with pytest.raises(RuntimeError, match=r"closed by exit\(\); make a new LLM"):

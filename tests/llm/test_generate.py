@@ -15,67 +15,43 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from tests.helpers.checkpoints import edit_json, make_checkpoint
-from tests.helpers.reference import HuggingFace, greedy_ids
+from tests.helpers.engines import (
+    GREEDY,
+    NUM_TOKENS,
+    SAMPLED,
+    Ids,
+    drain,
+    greedy_ids,
+    make_paged_llm,
+    sampled_ids,
+)
 
-Ids = list[int]
 TEXT = "introduce yourself"
-NUM_TOKENS = 12
-CONFIG = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 4, "num_kvcache_blocks": 64}
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, ignore_eos=True)
-
-
-def make_llm(checkpoint: Path, **config: Any) -> LLM:
-    return LLM(str(checkpoint), **(CONFIG | config))
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_qwen3: Path) -> LLM:
-    return make_llm(tiny_qwen3)
-
-
-@pytest.fixture(scope="module")
-def prompts(ragged_prompts: list[Ids]) -> list[Ids]:
-    return [prompt[:40] for prompt in ragged_prompts[:6]]
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_qwen3: Path, prompts: list[Ids]) -> list[Ids]:
-    reference = HuggingFace(tiny_qwen3)
-    return [reference.greedy(prompt, NUM_TOKENS, stop=frozenset()) for prompt in prompts]
-
-
-def drain(llm: LLM) -> tuple[dict[int, Ids], list[int]]:
-    """Steps until all is finished: each request's ids, each step's number of tokens."""
-    ids: dict[int, Ids] = {}
-    nums_tokens = []
-    while not llm.is_finished():
-        finished, num_tokens = llm.step()
-        assert not ids.keys() & dict(finished).keys(), "returned twice"
-        ids.update(finished)
-        nums_tokens.append(num_tokens)
-    assert llm.step() == ([], 0)
-    return ids, nums_tokens
+    return make_paged_llm(tiny_qwen3)
 
 
 def test_home_is_expanded(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tiny_qwen3.parent))
-    assert make_llm(Path("~") / tiny_qwen3.name).config.model == str(tiny_qwen3)
+    assert make_paged_llm(Path("~") / tiny_qwen3.name).config.model == str(tiny_qwen3)
 
 
 def test_results_come_in_the_order_of_the_prompts(
-    tiny_qwen3: Path, prompts: list[Ids], expected: list[Ids]
+    tiny_qwen3: Path, prompts: list[Ids], hf_ids: list[Ids]
 ) -> None:
     lens = [12, 3, 1, 7, 2, 10]  # of two residents, the later one often ends first
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
-    outputs = make_llm(tiny_qwen3, max_num_seqs=2).generate(prompts, params, use_tqdm=False)
+    outputs = make_paged_llm(tiny_qwen3, max_num_seqs=2).generate(prompts, params, use_tqdm=False)
     assert [out["token_ids"] for out in outputs] == [
-        ids[:n] for ids, n in zip(expected, lens, strict=True)
+        ids[:n] for ids, n in zip(hf_ids, lens, strict=True)
     ]
     assert {out["finish_reason"] for out in outputs} == {"length"}
 
 
-def test_forms_of_prompts(llm: LLM, prompts: list[Ids], expected: list[Ids]) -> None:
+def test_forms_of_prompts(llm: LLM, prompts: list[Ids], hf_ids: list[Ids]) -> None:
     assert llm.tokenizer is not None
     text_ids = llm.tokenizer.encode(TEXT)
     (from_ids,) = llm.generate(text_ids, GREEDY, use_tqdm=False)
@@ -84,7 +60,7 @@ def test_forms_of_prompts(llm: LLM, prompts: list[Ids], expected: list[Ids]) -> 
     mixed = llm.generate(batch, GREEDY, use_tqdm=False)
     assert from_text == from_ids == mixed[1]
     assert from_text["text"] == llm.tokenizer.decode(from_text["token_ids"]) != ""
-    assert [mixed[0]["token_ids"], mixed[2]["token_ids"]] == expected[:2]
+    assert [mixed[0]["token_ids"], mixed[2]["token_ids"]] == hf_ids[:2]
     assert set(from_text) == {"text", "token_ids", "finish_reason"}
     assert llm.generate([], GREEDY, use_tqdm=False) == llm.generate([], []) == []
     (default,) = llm.generate([5, 6, 7], use_tqdm=False)
@@ -92,7 +68,7 @@ def test_forms_of_prompts(llm: LLM, prompts: list[Ids], expected: list[Ids]) -> 
 
 
 def test_max_model_len_ends_with_length(tiny_qwen3: Path, prompts: list[Ids]) -> None:
-    llm = make_llm(tiny_qwen3, max_model_len=16, num_kvcache_blocks=4)
+    llm = make_paged_llm(tiny_qwen3, max_model_len=16, num_kvcache_blocks=4)
     batch = [(prompts[0] * 20)[:n] for n in (15, 14, 1)]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     outputs = llm.generate(batch, params, use_tqdm=False)
@@ -118,7 +94,7 @@ def test_each_source_of_stop_ids_counts(
         "tokenizer_config": {"eos_token": token},
     }
     edit_json(checkpoint / f"{source.split()[0]}.json", **changes[source])
-    stopping = make_llm(checkpoint)
+    stopping = make_paged_llm(checkpoint)
     assert stopping.tokenizer is not None
     for max_tokens in (NUM_TOKENS, len(expected)):  # a stop token in the last place stops, too
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -135,15 +111,15 @@ def test_checkpoint_without_stop_ids(tiny_qwen3: Path, tmp_path: Path) -> None:
     for name in ("config", "generation_config", "tokenizer_config"):
         edit_json(checkpoint / f"{name}.json", eos_token_id=None, eos_token=None)
     params = SamplingParams(temperature=1, max_tokens=60)
-    (output,) = make_llm(checkpoint).generate([5, 6], params, use_tqdm=False)
+    (output,) = make_paged_llm(checkpoint).generate([5, 6], params, use_tqdm=False)
     assert (len(output["token_ids"]), output["finish_reason"]) == (60, "length")
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_step_loop(
-    tiny_qwen3: Path, prompts: list[Ids], expected: list[Ids], async_scheduling: bool
+    tiny_qwen3: Path, prompts: list[Ids], hf_ids: list[Ids], async_scheduling: bool
 ) -> None:
-    llm = make_llm(
+    llm = make_paged_llm(
         tiny_qwen3,
         enable_prefix_caching=False,
         max_num_batched_tokens=16,
@@ -153,8 +129,15 @@ def test_step_loop(
     assert llm.step() == ([], 0)
     seq_ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
     assert not llm.is_finished()
-    ids, nums_tokens = drain(llm)
-    assert [ids[seq_id] for seq_id in seq_ids] == expected
+    ids: dict[int, Ids] = {}
+    nums_tokens = []
+    while not llm.is_finished():
+        finished, num_tokens = llm.step()
+        assert not ids.keys() & dict(finished).keys(), "returned twice"
+        ids.update(finished)
+        nums_tokens.append(num_tokens)
+    assert llm.step() == ([], 0)
+    assert [ids[seq_id] for seq_id in seq_ids] == hf_ids
     prefilled = [n for n in nums_tokens if n > 0]
     assert sum(prefilled) == sum(map(len, prompts))
     assert max(prefilled) <= 16
@@ -163,24 +146,20 @@ def test_step_loop(
 
 
 def test_generate_serves_pending_requests_and_keeps_their_results(
-    llm: LLM, prompts: list[Ids], expected: list[Ids]
+    llm: LLM, prompts: list[Ids], hf_ids: list[Ids]
 ) -> None:
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     first, second = llm.add_request(prompts[0], short), llm.add_request(prompts[1], GREEDY)
     assert llm.generate([]) == []
-    assert greedy_ids(llm, prompts[2:4], 6) == [ids[:6] for ids in expected[2:4]]
+    assert greedy_ids(llm, prompts[2:4], 6) == [ids[:6] for ids in hf_ids[2:4]]
     assert not llm.is_finished()
-    ids, _ = drain(llm)
-    assert ids == {first: expected[0][:2], second: expected[1]}
+    assert drain(llm) == {first: hf_ids[0][:2], second: hf_ids[1]}
 
 
 def test_two_engines_at_once(tiny_qwen3: Path, tmp_path: Path, prompts: list[Ids]) -> None:
     paths = [tiny_qwen3, make_checkpoint(tmp_path, seed=1)]
-    alone = []
-    for path in paths:
-        outputs = make_llm(path).generate(prompts, SAMPLED, use_tqdm=False)
-        alone.append([out["token_ids"] for out in outputs])
-    engines = [make_llm(path) for path in paths]
+    alone = [sampled_ids(make_paged_llm(path), prompts, SAMPLED) for path in paths]
+    engines = [make_paged_llm(path) for path in paths]
     together: list[dict[int, Ids]] = [{}, {}]
     for engine in engines:
         for prompt in prompts:
@@ -200,14 +179,14 @@ def test_exit_and_del_free_everything(tiny_qwen3: Path) -> None:
 
     gc.disable()  # nothing may wait for the cycle collector
     try:
-        with make_llm(tiny_qwen3) as closed:
+        with make_paged_llm(tiny_qwen3) as closed:
             weight = used(closed)
             assert weight() is not None
         assert weight() is None
         closed.exit()
         with pytest.raises(RuntimeError, match="exit"):
             closed.step()
-        llm = make_llm(tiny_qwen3)
+        llm = make_paged_llm(tiny_qwen3)
         weight, engine = used(llm), weakref.ref(llm)
         del llm
         assert (weight(), engine()) == (None, None)
@@ -223,16 +202,16 @@ def test_arguments_and_global_state_are_left_alone(tiny_qwen3: Path, prompts: li
 
     before = state()
     batch, params = copy.deepcopy(prompts[:2]), [SAMPLED, GREEDY]
-    make_llm(tiny_qwen3, dtype="bfloat16").generate(batch, params, use_tqdm=False)
+    make_paged_llm(tiny_qwen3, dtype="bfloat16").generate(batch, params, use_tqdm=False)
     assert (batch, params) == (prompts[:2], [SAMPLED, GREEDY])
     assert state() == before
     with pytest.raises(ValueError, match="cannot hold"):
-        make_llm(tiny_qwen3, dtype="bfloat16", num_kvcache_blocks=1)
+        make_paged_llm(tiny_qwen3, dtype="bfloat16", num_kvcache_blocks=1)
     assert state() == before
 
 
 def test_checkpoint_without_tokenizer(tmp_path: Path, llm: LLM, prompts: list[Ids]) -> None:
-    bare = make_llm(make_checkpoint(tmp_path, with_tokenizer=False))
+    bare = make_paged_llm(make_checkpoint(tmp_path, with_tokenizer=False))
     batch: list[str | Ids] = [prompts[0], TEXT]
     with pytest.raises(ValueError, match=r"^prompt 1 is text, but .* no tokenizer; pass token ids"):
         bare.generate(batch)

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.reference import greedy_ids
-from tests.llm.test_recovery import GREEDY, NUM_TOKENS, Ids, make_llm
+from tests.helpers.engines import GREEDY, NUM_TOKENS, Ids, greedy_ids, make_paged_llm
 
 
 @pytest.mark.parametrize("method", ["schedule", "_release", "_ends", "_batch"])
@@ -14,8 +13,8 @@ from tests.llm.test_recovery import GREEDY, NUM_TOKENS, Ids, make_llm
 def test_interrupt_within_the_bookkeeping(tiny_qwen3: Path, method: str, number: int) -> None:
     """In a loop of `step`, where Ctrl-C is not held back, every request still ends, and rightly."""
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
-    expected = greedy_ids(make_llm(tiny_qwen3), prompts, NUM_TOKENS)
-    llm = make_llm(tiny_qwen3)
+    expected = greedy_ids(make_paged_llm(tiny_qwen3), prompts, NUM_TOKENS)
+    llm = make_paged_llm(tiny_qwen3)
     ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
     original, num_calls = getattr(llm.scheduler, method), 0
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,12 +12,17 @@ import pytest
 from torch import nn
 
 from nanovllm import LLM, SamplingParams
-from tests.helpers.reference import HuggingFace, greedy_ids
+from tests.helpers.engines import (
+    GREEDY,
+    NUM_TOKENS,
+    SAMPLED,
+    Ids,
+    drain,
+    greedy_ids,
+    make_paged_llm,
+)
+from tests.helpers.faults import STARTING, StepError, at_call, fail
 
-Ids = list[int]
-NUM_TOKENS = 12
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, ignore_eos=True)
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 16},
@@ -27,47 +32,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-class StepError(Exception):
-    """Not one that the engine raises itself."""
-
-
-def make_llm(checkpoint: Path, **config: Any) -> LLM:
-    sizes = {"max_model_len": 64, "kvcache_block_size": 4, "num_kvcache_blocks": 128}
-    return LLM(str(checkpoint), device="cpu", **(sizes | config))
-
-
 def parts_of(llm: LLM) -> dict[str, nn.Module]:
     assert llm._runner is not None
     return {"model": llm._runner.model, "sampler": llm._runner.sampler}
 
 
-def at_call(module: nn.Module, number: int, action: Callable[[], None]) -> None:
-    """Runs `action` once, in front of the `number`-th forward from now (1 is the next)."""
-    num_calls = 0
-
-    def hook(*_: object) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == number:
-            handle.remove()
-            action()
-
-    handle = module.register_forward_pre_hook(hook)
-
-
-def fail() -> None:
-    raise StepError
-
-
 def interrupt(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def drain(llm: LLM) -> dict[int, Ids]:
-    ids: dict[int, Ids] = {}
-    while not llm.is_finished():
-        ids.update(llm.step()[0])
-    return ids
 
 
 def check_empty(llm: LLM) -> None:
@@ -78,20 +49,9 @@ def check_empty(llm: LLM) -> None:
     manager.check_integrity([])
 
 
-@pytest.fixture(scope="module")
-def prompts(ragged_prompts: list[Ids]) -> list[Ids]:
-    return [prompt[:40] for prompt in ragged_prompts[:6]]
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_qwen3: Path, prompts: list[Ids]) -> list[Ids]:
-    reference = HuggingFace(tiny_qwen3)
-    return [reference.greedy(prompt, NUM_TOKENS, stop=frozenset()) for prompt in prompts]
-
-
 @pytest.fixture(params=CONFIGS)
 def llm(request: pytest.FixtureRequest, tiny_qwen3: Path) -> LLM:
-    return make_llm(tiny_qwen3, **CONFIGS[request.param])
+    return make_paged_llm(tiny_qwen3, **CONFIGS[request.param])
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +67,7 @@ def handler() -> Iterator[object]:
 @pytest.fixture(scope="module")
 def undisturbed(tiny_qwen3: Path, prompts: list[Ids]) -> dict[int, Ids]:
     """What the two requests of `add_pending` end with if nothing happens."""
-    llm = make_llm(tiny_qwen3)
+    llm = make_paged_llm(tiny_qwen3)
     add_pending(llm, prompts)
     return drain(llm)
 
@@ -124,7 +84,7 @@ def test_step_that_raises_in_generate(
     part: str,
     number: int,
     prompts: list[Ids],
-    expected: list[Ids],
+    hf_ids: list[Ids],
     undisturbed: dict[int, Ids],
 ) -> None:
     add_pending(llm, prompts)
@@ -132,10 +92,10 @@ def test_step_that_raises_in_generate(
     with pytest.raises(StepError):
         llm.generate([prompts[0], *prompts[2:]], SAMPLED, use_tqdm=False)
     assert not llm.is_finished()
-    assert greedy_ids(llm, prompts[2:], NUM_TOKENS) == expected[2:]
+    assert greedy_ids(llm, prompts[2:], NUM_TOKENS) == hf_ids[2:]
     assert drain(llm) == undisturbed
     check_empty(llm)
-    assert greedy_ids(llm, prompts, NUM_TOKENS) == expected
+    assert greedy_ids(llm, prompts, NUM_TOKENS) == hf_ids
     check_empty(llm)
 
 
@@ -152,15 +112,15 @@ def test_step_that_raises_in_step(
 
 
 def test_results_kept_for_step_survive_a_failure(
-    tiny_qwen3: Path, prompts: list[Ids], expected: list[Ids]
+    tiny_qwen3: Path, prompts: list[Ids], hf_ids: list[Ids]
 ) -> None:
-    llm = make_llm(tiny_qwen3)
+    llm = make_paged_llm(tiny_qwen3)
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     seq_id = llm.add_request(prompts[0], short)
     at_call(parts_of(llm)["model"], 8, fail)
     with pytest.raises(StepError):
         llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert drain(llm) == {seq_id: expected[0][:2]}
+    assert drain(llm) == {seq_id: hf_ids[0][:2]}
     check_empty(llm)
 
 
@@ -169,7 +129,7 @@ def test_ctrl_c_takes_effect_after_the_step(
     llm: LLM,
     number: int,
     prompts: list[Ids],
-    expected: list[Ids],
+    hf_ids: list[Ids],
     undisturbed: dict[int, Ids],
 ) -> None:
     add_pending(llm, prompts)
@@ -181,7 +141,7 @@ def test_ctrl_c_takes_effect_after_the_step(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, SAMPLED, use_tqdm=False)
     assert len(begun) == len(ended) == number
-    assert greedy_ids(llm, prompts, NUM_TOKENS) == expected
+    assert greedy_ids(llm, prompts, NUM_TOKENS) == hf_ids
     assert drain(llm) == undisturbed
     check_empty(llm)
 
@@ -189,7 +149,7 @@ def test_ctrl_c_takes_effect_after_the_step(
 def test_ctrl_c_while_queueing_and_in_the_only_step(
     tiny_qwen3: Path, prompts: list[Ids], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make_llm(tiny_qwen3)
+    llm = make_paged_llm(tiny_qwen3)
     one_token = SamplingParams(max_tokens=1)
     at_call(parts_of(llm)["model"], 1, interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -203,7 +163,7 @@ def test_ctrl_c_while_queueing_and_in_the_only_step(
 
 
 def test_a_second_ctrl_c_acts_at_once(
-    llm: LLM, prompts: list[Ids], expected: list[Ids], undisturbed: dict[int, Ids]
+    llm: LLM, prompts: list[Ids], hf_ids: list[Ids], undisturbed: dict[int, Ids]
 ) -> None:
     def twice() -> None:
         interrupt()
@@ -214,7 +174,7 @@ def test_a_second_ctrl_c_acts_at_once(
     at_call(parts_of(llm)["model"], 3, twice)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, SAMPLED, use_tqdm=False)
-    assert greedy_ids(llm, prompts, NUM_TOKENS) == expected
+    assert greedy_ids(llm, prompts, NUM_TOKENS) == hf_ids
     assert drain(llm) == undisturbed
     check_empty(llm)
 
@@ -223,7 +183,7 @@ def test_own_signal_handler_comes_back(tiny_qwen3: Path, prompts: list[Ids]) -> 
     def own(signum: int, frame: FrameType | None) -> None:
         raise AssertionError("the user's handler is not for the time of a generate")
 
-    llm = make_llm(tiny_qwen3)
+    llm = make_paged_llm(tiny_qwen3)
     before = signal.signal(signal.SIGINT, own)
     try:
         at_call(parts_of(llm)["model"], 2, interrupt)
@@ -239,11 +199,11 @@ def test_own_signal_handler_comes_back(tiny_qwen3: Path, prompts: list[Ids]) -> 
 
 
 def test_generate_in_another_thread(
-    tiny_qwen3: Path, prompts: list[Ids], expected: list[Ids]
+    tiny_qwen3: Path, prompts: list[Ids], hf_ids: list[Ids]
 ) -> None:
     results: list[list[Ids]] = []
-    args = (make_llm(tiny_qwen3), prompts, NUM_TOKENS)
+    args = (make_paged_llm(tiny_qwen3), prompts, NUM_TOKENS)
     thread = threading.Thread(target=lambda: results.append(greedy_ids(*args)))
     thread.start()
-    thread.join(timeout=60)
-    assert results == [expected]
+    thread.join(timeout=STARTING)
+    assert results == [hf_ids]

@@ -11,46 +11,37 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.engine import workers
 from nanovllm.engine.batch import ScheduledBatch
-from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.ipc import Sender
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.utils.distributed import TPGroup
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.reference import greedy_ids
+from tests.helpers.closeness import assert_logits_close
+from tests.helpers.engines import SAMPLED, greedy_ids, make_llm
+from tests.helpers.ranks import (
+    LONG,
+    LONG_SIZES,
+    capture_logits,
+    ids_of_one_rank,
+    mixed_ids,
+    mixed_params,
+    parallel,
+)
 
-NUM_TOKENS = 16
 Prompts = list[list[int]]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)]
 
 
-def make_llm(checkpoint: Path, size: int, **config: Any) -> LLM:
-    defaults = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 512}
-    return LLM(str(checkpoint), device="cpu", tensor_parallel_size=size, **(defaults | config))
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where both sides of a comparison run: as processes of the CPU, or on a GPU each."""
+    return str(request.param)
 
 
-def mixed_params(count: int) -> list[SamplingParams]:
-    """Greedy and sampled in turns; the sampled with a seed each."""
-    return [
-        SamplingParams(temperature=0.9 * (i % 2), max_tokens=NUM_TOKENS, ignore_eos=True, seed=i)
-        for i in range(count)
-    ]
-
-
-def ids(llm: LLM, prompts: Prompts) -> Prompts:
-    outputs = llm.generate(list(prompts), mixed_params(len(prompts)), use_tqdm=False)
-    return [output["token_ids"] for output in outputs]
-
-
-def ids_of_one_rank(checkpoint: Path, prompts: Prompts) -> Prompts:
-    with make_llm(checkpoint, 1, enable_prefix_caching=False, async_scheduling=False) as llm:
-        return ids(llm, prompts)
-
-
-def parallel(llm: LLM) -> TensorParallelExecutor:
-    assert isinstance(llm._runner, TensorParallelExecutor)
-    return llm._runner
+def make_ranks(checkpoint: Path, size: int, **config: Any) -> LLM:
+    return make_llm(checkpoint, tensor_parallel_size=size, **config)
 
 
 def sent_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
@@ -63,15 +54,15 @@ def sent_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_qwen3: Path) -> Iterator[LLM]:
+def pair(tiny_qwen3: Path, device: str) -> Iterator[LLM]:
     """Two ranks that all tests share: the knobs that they turn are rank 0's alone."""
-    with make_llm(tiny_qwen3, 2) as llm:
+    with make_ranks(tiny_qwen3, 2, device=device) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_qwen3: Path, ragged_prompts: Prompts) -> Prompts:
-    return ids_of_one_rank(tiny_qwen3, ragged_prompts)
+def expected(tiny_qwen3: Path, ragged_prompts: Prompts, device: str) -> Prompts:
+    return ids_of_one_rank(tiny_qwen3, ragged_prompts, device=device)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -88,33 +79,35 @@ def test_chunks_cache_hits_and_waiting_for_each_step(
     monkeypatch.setattr(pair.scheduler, "max_num_batched_tokens", budget)
     monkeypatch.setattr(pair.config, "async_scheduling", is_async)
     sent = sent_batches(pair, monkeypatch)
-    assert ids(pair, ragged_prompts) == expected
+    assert mixed_ids(pair, ragged_prompts) == expected
     batches: list[ScheduledBatch] = list(map(pickle.loads, sent))
     assert max(batch.num_tokens for batch in batches) <= max(budget, len(ragged_prompts))
-    assert ids(pair, ragged_prompts) == expected
+    assert mixed_ids(pair, ragged_prompts) == expected
 
 
 def test_requests_without_seed_and_chunks_with_a_cold_prefix_cache(
-    tiny_qwen3: Path, ragged_prompts: Prompts, expected: Prompts
+    tiny_qwen3: Path, device: str, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
-    one, two = (make_llm(tiny_qwen3, size, max_num_batched_tokens=50) for size in (1, 2))
-    unseeded = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, ignore_eos=True)
-    runs = [llm.generate(ragged_prompts[:4], unseeded, use_tqdm=False) for llm in (one, two)]
+    config = {"device": device, "max_num_batched_tokens": 50}
+    one, two = (make_ranks(tiny_qwen3, size, **config) for size in (1, 2))
+    runs = [llm.generate(ragged_prompts[:4], SAMPLED, use_tqdm=False) for llm in (one, two)]
     assert runs[0] == runs[1]
-    assert ids(two, ragged_prompts) == expected
+    assert mixed_ids(two, ragged_prompts) == expected
     two.exit()
 
 
 def test_preemption_small_blocks_and_messages_larger_than_the_segment(
-    tiny_qwen3: Path, ragged_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    tiny_qwen3: Path, device: str, ragged_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On GPUs without graphs, too."""
     prompts = ragged_prompts[16:]
-    expected = ids_of_one_rank(tiny_qwen3, prompts)
+    expected = ids_of_one_rank(tiny_qwen3, prompts, device=device)
     monkeypatch.setattr(workers, "Sender", partial(Sender, num_slots=3, slot_bytes=64))
-    with make_llm(tiny_qwen3, 2, kvcache_block_size=4, num_kvcache_blocks=36) as llm:
+    small = {"kvcache_block_size": 4, "num_kvcache_blocks": 36, "enforce_eager": True}
+    with make_ranks(tiny_qwen3, 2, device=device, **small) as llm:
         sent = sent_batches(llm, monkeypatch)
         for _ in range(2):
-            assert ids(llm, prompts) == expected
+            assert mixed_ids(llm, prompts) == expected
         assert llm.scheduler.num_preemptions > 5
         assert max(map(len, sent)) > 3 * 64 > min(map(len, sent))
         llm.scheduler.block_manager.check_integrity([])
@@ -144,23 +137,19 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name: str, tmp_path: Path, ragged_prompts: Prompts) -> None:
+def test_models(name: str, device: str, tmp_path: Path, ragged_prompts: Prompts) -> None:
     size, overrides = MODELS[name]
+    if device == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     checkpoint = make_checkpoint(tmp_path, with_tokenizer=False, **overrides)
     prompts = [[token % 509 for token in prompt] for prompt in ragged_prompts[:12]]
-    expected = ids_of_one_rank(checkpoint, prompts)
-    with make_llm(checkpoint, size, max_num_batched_tokens=200) as llm:
+    config: dict[str, Any] = {"device": device, "max_num_batched_tokens": 200}
+    if device == "cuda":
+        prompts, config = prompts + LONG, {"device": device} | LONG_SIZES
+    expected = ids_of_one_rank(checkpoint, prompts, **config)
+    with make_ranks(checkpoint, size, **config) as llm:
         for _ in range(2):
-            assert ids(llm, prompts) == expected
-
-
-def capture_logits(llm: LLM) -> list[torch.Tensor]:
-    """Rank 0's share of the logits of each step from now on."""
-    captured: list[torch.Tensor] = []
-    is_alone = llm.config.tensor_parallel_size == 1
-    runner: Any = llm._runner if is_alone else parallel(llm)._ranks.runner
-    runner.sampler.register_forward_pre_hook(lambda _, args: captured.append(args[0].float()))
-    return captured
+            assert mixed_ids(llm, prompts) == expected
 
 
 def test_padding_never_wins_over_negative_logits(tmp_path: Path, ragged_prompts: Prompts) -> None:
@@ -171,33 +160,34 @@ def test_padding_never_wins_over_negative_logits(tmp_path: Path, ragged_prompts:
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
     prompts = [[token % 509 for token in prompt] for prompt in ragged_prompts]
     expected = ids_of_one_rank(checkpoint, prompts)
-    with make_llm(checkpoint, 2) as llm:
+    with make_ranks(checkpoint, 2) as llm:
         logits = capture_logits(llm)
-        assert ids(llm, prompts) == expected
+        assert mixed_ids(llm, prompts) == expected
     assert max(float(step.max()) for step in logits) < -50
     assert max(token for completion in expected for token in completion) < 509
 
 
-def test_bfloat16(tmp_path: Path, ragged_prompts: Prompts) -> None:
+def test_bfloat16(device: str, tmp_path: Path, ragged_prompts: Prompts) -> None:
     checkpoint = make_checkpoint(tmp_path, dtype=torch.bfloat16, with_tokenizer=False)
-    one, two = (make_llm(checkpoint, size) for size in (1, 2))
-    logits = [capture_logits(llm) for llm in (one, two)]
-    for llm in (one, two):
-        greedy_ids(llm, ragged_prompts[:8], NUM_TOKENS)
-    first, half = logits[0][0], logits[1][0]
+    logits = []
+    for size in (1, 2):
+        with make_ranks(checkpoint, size, device=device) as llm:
+            captured = capture_logits(llm)
+            greedy_ids(llm, ragged_prompts[:8], 2)
+            logits.append(captured[0])
+    whole, half = logits
     assert half.shape == (8, 256)
-    torch.testing.assert_close(half, first[:, :256], atol=0.15, rtol=0.05)
-    two.exit()
+    assert_logits_close(half, whole[:, :256], torch.bfloat16)
 
 
 def test_two_engines_in_turns(
-    pair: LLM, tmp_path: Path, ragged_prompts: Prompts, expected: Prompts
+    pair: LLM, device: str, tmp_path: Path, ragged_prompts: Prompts, expected: Prompts
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, seed=1, with_tokenizer=False)
     prompts = ragged_prompts[:8]
-    expected_of = [expected[:8], ids_of_one_rank(checkpoint, prompts)]
+    expected_of = [expected[:8], ids_of_one_rank(checkpoint, prompts, device=device)]
     assert expected_of[0] != expected_of[1]
-    with make_llm(checkpoint, 2) as other:
+    with make_ranks(checkpoint, 2, device=device) as other:
         finished: list[dict[int, list[int]]] = [{}, {}]
         for request in zip(prompts, mixed_params(8), strict=True):
             for llm in (pair, other):
@@ -233,7 +223,7 @@ def test_what_does_not_divide_is_refused_before_a_process_starts(
     monkeypatch.setattr(workers.Workers, "start", lambda *_: pytest.fail("it has started"))
     checkpoint = make_checkpoint(tmp_path, with_tokenizer=False, **overrides)
     with pytest.raises(ValueError, match=message):
-        make_llm(checkpoint, size)
+        make_ranks(checkpoint, size)
 
 
 @pytest.mark.parametrize("vocab_size", [9, 16, 509, 512])

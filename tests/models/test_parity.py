@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import LLM
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.reference import HuggingFace, greedy_ids, next_token_logits
+from tests.helpers.closeness import assert_logits_close
+from tests.helpers.engines import greedy_ids, make_llm
+from tests.helpers.reference import HuggingFace, next_token_logits
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-tied": {},
@@ -31,28 +32,26 @@ def test_logits_and_greedy_ids_equal_hugging_face(
 ) -> None:
     prompts = ragged_prompts[16:]
     reference = HuggingFace(checkpoint)
-    with LLM(str(checkpoint), max_model_len=256, kvcache_block_size=16) as llm:
+    with make_llm(checkpoint, device="auto", max_model_len=256) as llm:
         logits = next_token_logits(llm, prompts)
         ids = greedy_ids(llm, prompts, max_tokens=64)
     expected_logits = torch.stack([reference.last_logits(prompt) for prompt in prompts])
-    error = (logits - expected_logits).abs().max() / expected_logits.abs().max()
-    assert error < 1e-4
+    assert_logits_close(logits, expected_logits)
     expected = [reference.greedy(prompt, 64, stop=frozenset()) for prompt in prompts]
     assert ids == expected
     assert len({token for completion in ids for token in completion}) > 50, "degenerate text"
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_logits_are_close(
-    dtype: str, tiny_qwen3: Path, ragged_prompts: list[list[int]]
+    dtype: torch.dtype, tiny_qwen3: Path, ragged_prompts: list[list[int]]
 ) -> None:
     prompts = ragged_prompts[:8]
     reference = HuggingFace(tiny_qwen3)
-    with LLM(str(tiny_qwen3), dtype=dtype, max_model_len=256) as llm:
+    with make_llm(tiny_qwen3, device="auto", dtype=dtype) as llm:
         logits = next_token_logits(llm, prompts)
     expected = torch.stack([reference.last_logits(prompt) for prompt in prompts])
-    error = (logits - expected).norm() / expected.norm()
-    assert error < {"float16": 0.01, "bfloat16": 0.06}[dtype]
+    assert_logits_close(logits, expected, dtype)
 
 
 @pytest.mark.slow
@@ -69,7 +68,8 @@ def test_real_checkpoint_answers_as_hugging_face() -> None:
         "Explain in short what a prime number is.",
     ]
     reference = HuggingFace(path)
-    with LLM(path, dtype="float32", max_model_len=512, max_num_seqs=8) as llm:
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "kvcache_block_size": 256}
+    with make_llm(path, device="auto", dtype="float32", num_kvcache_blocks=16, **sizes) as llm:
         assert llm.tokenizer is not None
         prompts = []
         for question in questions:

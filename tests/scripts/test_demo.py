@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from tests.helpers import ROOT
-from tests.helpers.reference import HuggingFace, greedy_ids, next_token_logits
+from tests.helpers.engines import greedy_ids, make_llm
+from tests.helpers.reference import HuggingFace, next_token_logits
 
 DEMO = ROOT / "demo"
 SHIPPED = DEMO / "austen"
@@ -138,7 +139,7 @@ def test_trained_checkpoint_is_bfloat16_and_generates(trained: Path) -> None:
     weights = load_file(trained / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in weights, "tied"
-    with LLM(str(trained), device="cpu", max_model_len=32) as llm:
+    with make_llm(trained, max_model_len=32) as llm:
         assert llm.config.torch_dtype == torch.bfloat16
         assert llm.scheduler.stop_token_ids == {0}
         (output,) = llm.generate("Emma admired", SamplingParams(max_tokens=8), use_tqdm=False)
@@ -185,8 +186,9 @@ def test_mean_loss_scores_every_token_once(
 
 @pytest.fixture(scope="module")
 def shipped() -> Iterator[LLM]:
-    pool = {"kvcache_block_size": 16, "num_kvcache_blocks": 1024}
-    with LLM(str(SHIPPED), device="cpu", dtype="float32", max_model_len=512, **pool) as llm:
+    # The prefixes of the passage fit one step.
+    sizes = {"max_model_len": 512, "num_kvcache_blocks": 1024, "max_num_seqs": 512}
+    with make_llm(SHIPPED, dtype="float32", **sizes) as llm:
         yield llm
 
 
