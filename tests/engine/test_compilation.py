@@ -16,6 +16,7 @@ from nanovllm.engine.warm_up import warm_up_batches
 from nanovllm.layers.attention import Attention, LayerCache
 from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.faults import SOON
 from tests.helpers.kernel_cases import DEVICE
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def test_launches_are_made_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
 
     def launch() -> None:
         assert torch.is_inference_mode_enabled()
-        barrier.wait(10)
+        barrier.wait(SOON)
 
     def fail() -> None:
         launch()
@@ -92,6 +93,7 @@ def note(repr, **kwargs):
 
 knobs.runtime.jit_post_compile_hook = note
 sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 700, "max_model_len": 600}
+sizes |= {"num_kvcache_blocks": 128}
 llm = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=sys.argv[2] == "eager", **sizes)
 assert len(threads) > 2, "some side by side"
 compiled.clear()
@@ -132,5 +134,5 @@ def test_nothing_is_compiled_after_construction(
         num_hidden_layers=4,
     )
     command = [sys.executable, "-c", COUNT_COMPILATIONS, str(checkpoint), mode]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr

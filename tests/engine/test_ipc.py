@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.engine.ipc import NUM_SLOTS, SLOT_BYTES, SLOT_HEADER_BYTES, Channel, Receiver, Sender
+from tests.helpers.faults import SOON, STARTING
 
 NUM, ROOM = 4, 64  # slots, and payload bytes in each
 
@@ -41,14 +42,12 @@ def sender() -> Iterator[Sender]:
     sender.close()
 
 
-def receive_all(
-    channel: Channel, index: int, count: int, pause: float, delay: float, pipe: Connection
-) -> None:
-    """A receiver's process: `delay` before the first message, `pause` after each; sends back what
-    it got, or the digests of large messages."""
+def receive_all(channel: Channel, index: int, count: int, pause: float, pipe: Connection) -> None:
+    """A receiver's process: begins when told, pauses after each message; sends back what it got, or
+    the digests of large messages."""
     receiver = Receiver(channel, index)
     pipe.send("there")
-    time.sleep(delay)
+    pipe.recv()
     got: list[bytes] = []
     for _ in range(count):
         got.append(digest(receiver.receive()))
@@ -63,23 +62,26 @@ def digest(message: bytes) -> bytes:
 
 @contextmanager
 def receivers(
-    sender: Sender, count: int, pauses: list[float], delay: float = 0, method: str = "fork"
+    sender: Sender, count: int, pauses: list[float], method: str = "fork", may_begin: bool = True
 ) -> Iterator[list[Connection]]:
-    """Processes that receive `count` messages each; their results come through the pipes."""
+    """Processes that receive `count` messages each, once something is sent through their pipes
+    unless they `may_begin`; their results come through the pipes."""
     context = get_context(method)
     processes, pipes = [], []
     for index, pause in enumerate(pauses):
         pipe, theirs = context.Pipe()
-        args = (sender.channel, index, count, pause, delay, theirs)
+        args = (sender.channel, index, count, pause, theirs)
         processes.append(context.Process(target=receive_all, args=args, daemon=True))
         processes[-1].start()
         pipes.append(pipe)
     try:
         for pipe in pipes:
             assert pipe.recv() == "there"
+            if may_begin:
+                pipe.send("begin")
         yield pipes
         for process in processes:
-            process.join(30)
+            process.join(SOON)
             assert process.exitcode == 0
     finally:
         for process in processes:
@@ -87,7 +89,7 @@ def receivers(
 
 
 def result(pipe: Connection) -> list[bytes]:
-    assert pipe.poll(60), "the receiver is not done"
+    assert pipe.poll(STARTING), "the receiver is not done"
     got: list[bytes] = pipe.recv()
     return got
 
@@ -124,14 +126,14 @@ def test_spawned_receiver_and_messages_larger_than_the_whole_segment() -> None:
 def test_commands_in_a_row_wait_for_a_sleeping_receiver(sender: Sender) -> None:
     """Nothing unread is overwritten: the sender waits, and only once the ring is full."""
     messages = [f"command {i}".encode() for i in range(3000)]
-    waits: list[float] = []
-    with receivers(sender, len(messages), [0], delay=0.3) as (pipe,):
-        start = time.monotonic()
+    with receivers(sender, len(messages), [0], may_begin=False) as (pipe,):
         for message in messages[:NUM]:
             sender.send(message, give_up)
+        with pytest.raises(StopWaitingError):
+            sender.send(messages[NUM], give_up)
+        pipe.send("begin")
         for message in messages[NUM:]:
-            sender.send(message, lambda: waits.append(time.monotonic() - start))
-        assert waits[-1] > 0.2
+            sender.send(message, patient)
         assert result(pipe) == messages
 
 

@@ -10,7 +10,8 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_GPU
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+# Sums are in fp32: of half precision inputs and results are rounded, little else.
+NUM_EPS = {torch.float32: 200, torch.float16: 3, torch.bfloat16: 3}
 # (heads, kv_heads, head_dim): head sizes, GQA ratios 1, 2, 7, 8, K/V widths 72, 192, 1024
 SHAPES = [(3, 3, 24), (6, 3, 64), (8, 1, 40), (7, 1, 80)]
 GPU_SHAPES = [(16, 8, 128), (9, 3, 64), (14, 2, 96), (32, 4, 256), (8, 8, 128), (7, 1, 24)]
@@ -23,8 +24,10 @@ def randn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, generator=generator).to(DEVICE, dtype)
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """The norm of all errors, relative to that of `expected`, is within `NUM_EPS` of `dtype`."""
     assert out.shape == expected.shape
     assert out.isfinite().all()
-    error = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
+    error = float((out.double() - expected.double()).norm() / expected.double().norm())
+    num_eps = error / torch.finfo(dtype).eps
+    assert num_eps < NUM_EPS[dtype], f"relative error {error:.2e}, {num_eps:.1f} eps"

@@ -21,6 +21,7 @@ from nanovllm.engine.workers import Workers
 from nanovllm.utils import gpu_links
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import GPULinks, PeerLostError
+from tests.helpers.faults import SOON
 
 CPU = torch.device("cpu")
 
@@ -71,13 +72,13 @@ def make_links(**nccl: Callable[..., object]) -> GPULinks:
 def test_nccl_is_aborted_between_calls_unless_one_hangs(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_links, "ABORT_SECONDS", 0.3)
+    monkeypatch.setattr(gpu_links, "ABORT_SECONDS", 0.3 if hangs else SOON)
     events: list[str] = []
     is_calling, may_return = Event(), Event()
 
     def allreduce(*_: object) -> None:
         is_calling.set()
-        may_return.wait(5 if hangs else 0.1)
+        may_return.wait(SOON if hangs else 0.1)
         events.append("returned")
 
     def abort() -> None:
@@ -136,13 +137,16 @@ def test_nccl_is_aborted_if_connecting_goes_no_further(monkeypatch: pytest.Monke
 def test_no_thread_outlives_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if something follows NCCL's end."""
     links = make_links(abort=lambda: None)
-    abort = links.abort
+    abort, close, is_closing = links.abort, links.close, Event()
 
     def slow_abort() -> None:
         abort()
-        time.sleep(0.5)
+        is_closing.wait(SOON)
+        time.sleep(0.2)
 
     monkeypatch.setattr(links, "abort", slow_abort)
+    monkeypatch.setattr(links, "close", lambda: [is_closing.set(), close()])
+    monkeypatch.setattr(workers, "LAST_SECONDS", SOON)
     monkeypatch.setattr(workers, "connect", lambda *_: TPGroup(0, 2, links=links))
     monkeypatch.setattr(workers, "wait_for_any", lambda _: None)  # a worker has ended
     all_workers = Workers()
@@ -166,7 +170,7 @@ def test_links_that_come_after_ctrl_c_are_ended(
     group = TPGroup(0, 2, links=links)
 
     def connect(*_: object) -> TPGroup:
-        may_connect.wait(5)
+        may_connect.wait(SOON)
         return group
 
     def interrupt(futures: list[Future[TPGroup]], _: float) -> None:
@@ -184,6 +188,6 @@ def test_links_that_come_after_ctrl_c_are_ended(
     with pytest.raises(KeyboardInterrupt):
         all_workers._connect(None, "")  # type: ignore[arg-type]
     may_connect.set()
-    assert has_ended.wait(5)
+    assert has_ended.wait(SOON)
     assert aborted == ["NCCL"]
     other_end.close()

@@ -11,6 +11,7 @@ import torch
 from nanovllm.utils import peer_memory
 from nanovllm.utils.gpu_links import PeerLostError
 from nanovllm.utils.peer_memory import MIN_ROWS, PeerMemory, connect_peers
+from tests.helpers.faults import SOON
 
 CPU = torch.device("cpu")
 
@@ -87,9 +88,9 @@ def test_peer_memory_is_there_on_all_ranks_or_none(refused: str, own: local) -> 
 
         def all_gather(x: torch.Tensor) -> torch.Tensor:
             slots[rank] = x
-            barrier.wait(5)
+            barrier.wait(SOON)
             out = torch.stack(slots)
-            barrier.wait(5)
+            barrier.wait(SOON)
             return out
 
         peers = connect_peers(rank, 2, CPU, (4100, 4000), all_gather)
