@@ -1,9 +1,15 @@
-"""Fixtures. One thread per process: two spinning threads on two cores collapse."""
+"""Fixtures, and who runs what when: tests are spread over processes, which share the GPU.
 
+One thread per process: two spinning threads on two cores collapse.
+"""
+
+import dataclasses
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,11 +20,55 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors
 
+from nanovllm.config import Config
 from nanovllm.utils import peer_memory
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.helpers.gpu_turns import GPUTurns
+
+MAX_WORKERS = 8
+MAX_POOL_TOKENS = 2**16  # by default, of an engine on a GPU that other processes use, too
 
 # A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spreads the suite over processes if pytest-xdist is there and nothing speaks against it."""
+    option = config.option
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or getattr(option, "numprocesses", 0) is not None:
+        return  # or there is no pytest-xdist, or `-n` is given
+    has_folders = any(Path(arg).is_dir() for arg in config.args)  # single files begin sooner so
+    wants_terminal = option.usepdb or option.capture == "no"
+    if has_folders and not (wants_terminal or option.keyword or option.collectonly):
+        option.numprocesses = num_workers()
+        option.dist = "loadfile"
+
+
+def num_workers() -> int:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(MAX_WORKERS, (num_cores or 1) // 2)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps a file's tests, which share its fixtures, in one process, but for those of kernels:
+    they share nothing, are many, and fill up whoever is free."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "/kernels/" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        config.pluginmanager.register(GPUTurns())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +77,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, need in (("gpu", 1), ("gpu2", 2)):
             if marker in item.keywords and num_gpus < need:
                 item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA GPU(s)"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_pools() -> Iterator[None]:
+    """Gives engines on a GPU that name neither blocks nor a share a pool for few requests: left to
+    themselves they take nine tenths of a GPU that other processes use, too."""
+    from_kwargs = Config.from_kwargs
+
+    def with_small_pool(model: str, **kwargs: Any) -> Config:
+        config = from_kwargs(model, **kwargs)
+        is_sized = "num_kvcache_blocks" in kwargs or "gpu_memory_utilization" in kwargs
+        if config.torch_device.type == "cpu" or is_sized:
+            return config
+        most = MAX_POOL_TOKENS // config.kvcache_block_size
+        need = config.max_blocks_per_seq
+        num_blocks = max(min(config.max_num_seqs * need, most), need)
+        return dataclasses.replace(config, num_kvcache_blocks=num_blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Config, "from_kwargs", with_small_pool)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.faults import STARTING
 
 MODULES = sorted((ROOT / "nanovllm").rglob("*.py"))
 LEAVES = {"config", "outputs", "sampling_params"}
@@ -120,4 +121,6 @@ def test_imports_without_triton_and_flash_attn() -> None:
     paths = [name_of(module) for module in MODULES if not name_of(module).startswith(homes)]
     names = [f"nanovllm.{path.removesuffix('.py').replace('/', '.')}" for path in paths]
     names = [name.removesuffix(".__init__") for name in names]
-    subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], check=True, cwd=ROOT, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *names], check=True, cwd=ROOT, timeout=STARTING
+    )

@@ -16,12 +16,13 @@ import torch
 import transformers
 
 import nanovllm
-from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.report import engine_choices, machine, main, report, version
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import edit_json, make_checkpoint
+from tests.helpers.engines import make_llm
+from tests.helpers.faults import STARTING
 
 
 def run_python(*args: str) -> "subprocess.CompletedProcess[str]":
@@ -30,7 +31,7 @@ def run_python(*args: str) -> "subprocess.CompletedProcess[str]":
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=STARTING,
         check=True,
     )
 
@@ -63,7 +64,7 @@ def test_report_as_text(tiny_qwen3: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_report_says_what_an_engine_chooses(tiny_qwen3: Path, dtype: str) -> None:
-    with LLM(str(tiny_qwen3), device="cpu", dtype=dtype, max_model_len=64) as llm:
+    with make_llm(tiny_qwen3, dtype=dtype) as llm:
         choices = engine_choices(llm.config)
         runner = llm._runner
         assert isinstance(runner, ModelRunner)
@@ -79,7 +80,7 @@ def test_the_report_says_what_an_engine_chooses(tiny_qwen3: Path, dtype: str) ->
 
 @pytest.mark.gpu
 def test_the_report_says_what_an_engine_chooses_on_a_gpu(tiny_qwen3: Path) -> None:
-    with LLM(str(tiny_qwen3), max_model_len=64, gpu_memory_utilization=0.3) as llm:
+    with make_llm(tiny_qwen3, device="cuda", max_num_seqs=4) as llm:
         choices = engine_choices(llm.config)
         assert choices["attention"] == "triton"
         assert "not triton" not in choices

@@ -3,9 +3,12 @@
 import gzip
 import json
 import re
+import timeit
 from pathlib import Path
+from statistics import median
 
 import pytest
+import torch
 
 import bench
 from benchmarks import decode_steps, growth
@@ -13,8 +16,9 @@ from benchmarks.decode_steps import context_lens
 from benchmarks.phases import Mark, split
 from benchmarks.profiling import Activity, Row, busy_ms, rows_of
 from benchmarks.roofline import Rates, Shape, floor, num_decode_steps, si
-from nanovllm import LLM
+from tests.helpers import ROOT
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import make_llm
 
 QWEN3_0_6B = Shape(
     num_layers=28,
@@ -113,6 +117,7 @@ def test_context_lens_have_their_mean(batch: int, mean: int) -> None:
     assert (lens >= mean // 2).all()
 
 
+@pytest.mark.alone
 def test_bench_measures_all_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,15 +161,26 @@ def test_bench_measures_all_it_can(
     assert 0 < step["host_ms"] <= step["wall_ms"]
     assert step["kernels"][0]["ms"] > 0
     assert re.search(r"^Decode step, batch 6, mean context 40: wall \d+\.\d{3}ms, busy", out, re.M)
-    assert "aten::" in out
+    kernels = own_kernels() if torch.cuda.is_available() else ["aten::"]
+    assert any(kernel in row["name"] for kernel in kernels for row in step["kernels"])
+    assert any(kernel in out for kernel in kernels)
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+def own_kernels() -> list[str]:
+    """The names of the package's Triton kernels, by which profilers list them."""
+    paths = (ROOT / "nanovllm" / "kernels").glob("*.py")
+    source = "\n".join(path.read_text() for path in paths)
+    return re.findall(r"^def (_\w+_kernel)\(", source, re.M)
+
+
+def test_the_packages_kernels_are_known_by_name() -> None:
+    assert {"_decode_kernel", "_prefill_kernel"} <= set(own_kernels())
 
 
 def test_decode_steps_of_two_ranks(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_steps, "DECODE_CASES", ((6, 40),))
-    sizes = {"max_model_len": 128, "max_num_seqs": 8, "num_kvcache_blocks": 64}
-    config = {"device": "cpu", "kvcache_block_size": 16, "tensor_parallel_size": 2}
-    with LLM(str(tiny_qwen3), **sizes, **config) as llm:
+    with make_llm(tiny_qwen3, max_num_seqs=8, tensor_parallel_size=2) as llm:
         (step,) = decode_steps.profile_decode(llm, temperature=0.6)
     assert step.wall_ms > 0
     assert step.kernels
@@ -180,20 +196,20 @@ def test_bench_needs_a_directory_for_its_files(
 
 
 def test_the_hosts_work_grows_with_neither_queue_nor_pool() -> None:
-    """Far from what it guards against: work in proportion gives ratios of thousands."""
+    """Work in proportion to either would give ratios of thousands."""
     sizes = [(10, growth.SMALL_POOL), (20_000, growth.SMALL_POOL), (10, growth.HUGE_POOL)]
     loops = [growth.HostLoop(*size) for size in sizes]
-    for _ in range(3):  # medians of rounds in turns; once more should the machine hiccup
-        few, long_queue, huge_pool = growth.step_seconds(loops, num_rounds=20)
-        if max(long_queue, huge_pool) < 3 * few:
-            break
-    assert long_queue < 3 * few
-    assert huge_pool < 3 * few
+    # Medians of rounds in turns: what else the machine does falls on all.
+    few, long_queue, huge_pool = growth.step_seconds(loops, num_rounds=20)
+    assert long_queue < 20 * few
+    assert huge_pool < 20 * few
 
 
 def test_queueing_a_prompt_is_cheap() -> None:
+    """It takes a few times as long as a loop over its ids, on whatever machine."""
+    times = timeit.repeat("[i + 1 for i in ids]", globals={"ids": list(range(500))}, number=100)
     _, typical = growth.add_request_seconds(2_000, num_batches=20)
-    assert typical < 400e-6, "about 20us on an idle core"
+    assert typical < 30 * median(times) / 100
 
 
 def test_growth_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:

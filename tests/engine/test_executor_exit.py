@@ -30,7 +30,7 @@ class Ends:
     def start(self, _: Config) -> TPGroup:
         return TPGroup()
 
-    def send(self, _: bytes) -> None:
+    def send(self, *_: object) -> None:
         pass
 
     def launch(self, _: object) -> None:

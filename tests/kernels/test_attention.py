@@ -212,11 +212,13 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_pool_beyond_two_to_the_31_elements() -> None:
     """Slots past 2**31 / width must not wrap around: stored and read back by attention."""
     kv_heads, head_dim, block_size = 8, 128, 256
     num_blocks = 2**31 // (block_size * kv_heads * head_dim) + 9
-    caches = torch.zeros(2, num_blocks, block_size, kv_heads, head_dim, device=DEVICE).bfloat16()
+    shape = 2, num_blocks, block_size, kv_heads, head_dim
+    caches = torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE)
     t = 300
     qkv = randn(t, 16 + 2 * kv_heads, head_dim, dtype=torch.bfloat16)
     table = torch.tensor([[num_blocks - 1, num_blocks - 2]], dtype=torch.int32, device=DEVICE)

@@ -6,6 +6,7 @@ Everything is teacher-forced over fixed ids: with random weights bf16 logits tie
 import importlib.util
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.helpers.reference import HuggingFace, greedy_ids
+from tests.helpers.engines import greedy_ids, make_llm, sampled_ids
+from tests.helpers.reference import HuggingFace
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +53,12 @@ def truth(checkpoint: Path, token_ids: list[list[int]]) -> torch.Tensor:
     model = HuggingFace(checkpoint).model
     with torch.inference_mode():
         return model(torch.tensor(token_ids)).logits[:, PROMPT:].transpose(0, 1)
+
+
+def make_gpu_llm(checkpoint: Path, **config: Any) -> LLM:
+    """An engine with blocks that every attention backend can read."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "num_kvcache_blocks": 64}
+    return make_llm(checkpoint, **({"device": "cuda", "kvcache_block_size": 256} | sizes | config))
 
 
 def relative_error(logits: torch.Tensor, truth: torch.Tensor) -> float:
@@ -117,14 +125,7 @@ def test_half_precision_is_as_accurate_as_hugging_face(
 ) -> None:
     if backend == "flash_attn" and dtype == torch.float16:
         pytest.skip("some builds of flash-attn have no fp16")
-    with LLM(
-        str(checkpoint),
-        dtype=dtype,
-        attention_backend=backend,
-        num_kvcache_blocks=64,
-        max_num_seqs=8,
-        max_model_len=512,
-    ) as llm:
+    with make_gpu_llm(checkpoint, dtype=dtype, attention_backend=backend) as llm:
         assert llm._runner is not None
         eager = forced_decode(llm._runner, token_ids, use_graph=False)
         error = relative_error(eager, truth)
@@ -138,11 +139,8 @@ def test_half_precision_is_as_accurate_as_hugging_face(
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 def test_generates_in_every_dtype(dtype: str, tiny_qwen3: Path) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)
-    with LLM(str(tiny_qwen3), dtype=dtype, num_kvcache_blocks=64, max_num_seqs=8) as llm:
-        runs = [
-            [out["token_ids"] for out in llm.generate([[5, 6, 7]] * 20, params, use_tqdm=False)]
-            for _ in range(2)
-        ]
+    with make_gpu_llm(tiny_qwen3, dtype=dtype) as llm:
+        runs = [sampled_ids(llm, [[5, 6, 7]] * 20, params) for _ in range(2)]
     assert all(len(ids) == 40 for ids in runs[0])
     assert len({tuple(ids) for ids in runs[0]}) == 20
     assert runs[0] != runs[1], "other request numbers, other seeds"
@@ -154,11 +152,12 @@ def test_any_max_num_seqs_with_graphs(
 ) -> None:
     assert bucket_sizes(max_num_seqs)[-1] == max_num_seqs
     prompts = (ragged_prompts * 16)[:max_num_seqs]
-    config = {"max_model_len": 128, "num_kvcache_blocks": 600, "max_num_seqs": max_num_seqs}
-    with LLM(str(tiny_qwen3), **config) as llm:
-        ids = greedy_ids(llm, prompts, 8)
-    with LLM(str(tiny_qwen3), device="cpu", **config) as llm:
-        assert ids == greedy_ids(llm, prompts, 8)
+    ids = []
+    for device in ("cuda", "cpu"):
+        sizes = {"max_num_seqs": max_num_seqs, "num_kvcache_blocks": 4096}
+        with make_llm(tiny_qwen3, device=device, **sizes) as llm:
+            ids.append(greedy_ids(llm, prompts, 8))
+    assert ids[0] == ids[1]
 
 
 @pytest.mark.parametrize("kind", ["qkv_proj", "gate_up_proj", "down_proj"])
@@ -167,8 +166,7 @@ def test_autotuned_matmuls_are_as_good(
 ) -> None:
     """For every number of tokens, the fastest of ours."""
     monkeypatch.setattr(autotune, "MARGIN", 1e9)
-    sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
-    with LLM(str(checkpoint), dtype="bfloat16", **sizes) as llm:
+    with make_gpu_llm(checkpoint, dtype="bfloat16", max_num_seqs=64) as llm:
         assert llm._runner is not None
         linear = linear_of(llm, kind)
         assert linear.matmuls == (), "eager steps use torch's own"
@@ -192,8 +190,7 @@ def test_matmuls_are_torchs_own_without_autotuning(
     config: dict[str, bool], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autotune, "MARGIN", 1e9)
-    sizes = {"num_kvcache_blocks": 64, "max_num_seqs": 64, "max_model_len": 512}
-    with LLM(str(checkpoint), dtype="bfloat16", **sizes, **config) as llm:
+    with make_gpu_llm(checkpoint, dtype="bfloat16", **config) as llm:
         assert llm._runner is not None
         assert llm._runner._tuned_matmuls.choices == []
 
@@ -207,18 +204,18 @@ def linear_of(llm: LLM, kind: str) -> Linear:
 
 def test_construction_leaves_the_users_random_numbers_alone(checkpoint: Path) -> None:
     state = torch.cuda.get_rng_state()
-    LLM(str(checkpoint), dtype="bfloat16", num_kvcache_blocks=64, max_num_seqs=8).exit()
+    make_gpu_llm(checkpoint, dtype="bfloat16").exit()
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 @pytest.mark.skipif("flash_attn" not in BACKENDS, reason="flash-attn is not installed")
-def test_flash_attn_says_what_it_cannot_do(checkpoint: Path, tiny_qwen3: Path) -> None:
+def test_flash_attn_says_what_it_cannot_do(checkpoint: Path) -> None:
     for config, words in (
         ({"dtype": "float32"}, "float32"),
         ({"kvcache_block_size": 16, "dtype": "bfloat16"}, "kvcache_block_size=16"),
     ):
         with pytest.raises(ValueError, match=words):
-            LLM(str(checkpoint), attention_backend="flash_attn", **config)
+            make_gpu_llm(checkpoint, attention_backend="flash_attn", **config)
 
 
 def test_missing_flash_attn_is_explained(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,4 +224,4 @@ def test_missing_flash_attn_is_explained(tiny_qwen3: Path, monkeypatch: pytest.M
         importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find_spec(name)
     )
     with pytest.raises(ValueError, match="pip install flash-attn"):
-        LLM(str(tiny_qwen3), attention_backend="flash_attn", dtype="bfloat16")
+        make_gpu_llm(tiny_qwen3, attention_backend="flash_attn", dtype="bfloat16")

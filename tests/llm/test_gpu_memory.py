@@ -1,4 +1,7 @@
-"""GPU memory: the engine's share is met and kept, and everything comes back."""
+"""GPU memory: the engine's share is met and kept, and everything comes back.
+
+Shares leave room for what other processes of the suite hold while they wait.
+"""
 
 import gc
 from pathlib import Path
@@ -9,7 +12,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from tests.helpers.checkpoints import make_checkpoint
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB = 2**20
 
@@ -38,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("utilization", [0.5, 0.95])
+@pytest.mark.parametrize("utilization", [0.4, 0.75])
 def test_share_is_met_and_kept(utilization: float, checkpoint: Path) -> None:
     """Within 3 % after construction, never above while 512 sequences run."""
     start = free_bytes()
@@ -73,7 +76,8 @@ def free_during_generate(llm: LLM, prompts: list[list[int]]) -> int:
 
 
 def test_two_engines_share_a_gpu(checkpoint: Path) -> None:
-    config = {"gpu_memory_utilization": 0.4, "max_num_seqs": 32}
+    # Matmuls that are chosen by measurement may differ, and round otherwise.
+    config = {"gpu_memory_utilization": 0.35, "max_num_seqs": 32, "autotune_matmul": False}
     params = SamplingParams(temperature=0.7, max_tokens=16, ignore_eos=True, seed=3)
     prompts = [[1, 2, 3], [4, 5]]
     with LLM(str(checkpoint), **config) as first, LLM(str(checkpoint), **config) as second:
@@ -89,7 +93,7 @@ def test_two_engines_share_a_gpu(checkpoint: Path) -> None:
 def test_exit_gives_everything_back(checkpoint: Path) -> None:
     frees = []
     for _ in range(3):
-        llm = LLM(str(checkpoint), max_num_seqs=64)
+        llm = LLM(str(checkpoint), gpu_memory_utilization=0.75, max_num_seqs=8)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
         llm.exit()
         torch.cuda.synchronize()
@@ -127,20 +131,20 @@ def test_too_little_memory_names_numbers_and_knobs(checkpoint: Path) -> None:
 
 
 def test_memory_of_others_does_not_count(checkpoint: Path) -> None:
-    """Half the GPU taken by somebody else: a share of 0.4 is still a share of 0.4."""
+    """More than its share is taken by somebody else: a share of 0.3 is still a share of 0.3."""
     total = torch.cuda.mem_get_info()[1]
-    ballast = torch.empty(int(total * 0.5), dtype=torch.uint8, device="cuda")
+    ballast = torch.empty(int(total * 0.45), dtype=torch.uint8, device="cuda")
     before = torch.cuda.mem_get_info()[0]
-    with LLM(str(checkpoint), gpu_memory_utilization=0.4, max_num_seqs=8):
+    with LLM(str(checkpoint), gpu_memory_utilization=0.3, max_num_seqs=8):
         used = before - torch.cuda.mem_get_info()[0]
-        assert 0.97 * 0.4 <= used / total <= 0.4
+        assert 0.97 * 0.3 <= used / total <= 0.3
     del ballast
 
 
 def test_a_gpu_that_others_fill(checkpoint: Path) -> None:
     """Less is free than the engine's share: it takes that, and what steps need still fits."""
     ballast = torch.empty(free_bytes() - 6 * 2**30, dtype=torch.uint8, device="cuda")
-    with LLM(str(checkpoint), max_num_seqs=512) as llm:
+    with LLM(str(checkpoint), gpu_memory_utilization=0.9, max_num_seqs=512) as llm:
         lowest = free_during_generate(llm, [[1] * 500 for _ in range(512)])
         print(f"at least {lowest / MIB:.0f} MiB were free")
     del ballast

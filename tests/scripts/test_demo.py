@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from nanovllm import LLM, SamplingParams
 from tests.helpers import ROOT
 from tests.helpers.engines import greedy_ids, make_llm
+from tests.helpers.faults import STARTING
 from tests.helpers.reference import HuggingFace, next_token_logits
 
 DEMO = ROOT / "demo"
@@ -86,7 +87,7 @@ def run_train(*args: str | Path) -> "subprocess.CompletedProcess[str]":
         env=os.environ | {"PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=STARTING,
     )
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from nanovllm import LLM
 from nanovllm.models import MODELS
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import CONFIGS, make_checkpoint
-from tests.helpers.reference import HuggingFace, greedy_ids
+from tests.helpers.engines import greedy_ids, make_llm
+from tests.helpers.faults import STARTING
+from tests.helpers.reference import HuggingFace
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "demo" / "README.md"]
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
@@ -73,7 +74,7 @@ def test_the_example_of_adding_a_model_equals_hugging_face(
     path = make_checkpoint(tmp_path, "LlamaForCausalLM")
     prompts = ragged_prompts[:6]
     reference = HuggingFace(path)
-    with LLM(str(path), max_model_len=256) as llm:
+    with make_llm(path, device="auto") as llm:
         ids = greedy_ids(llm, prompts, max_tokens=24)
     assert ids == [reference.greedy(prompt, 24, stop=frozenset()) for prompt in prompts]
 
@@ -118,5 +119,9 @@ def test_the_example_of_adding_a_sampling_parameter_applies(tmp_path: Path) -> N
     env = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(
-        [sys.executable, "-c", LIMITED_SAMPLING], check=True, cwd=tmp_path, env=env, timeout=300
+        [sys.executable, "-c", LIMITED_SAMPLING],
+        check=True,
+        cwd=tmp_path,
+        env=env,
+        timeout=STARTING,
     )

@@ -19,6 +19,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint
+from tests.helpers.faults import STARTING
 
 README = (ROOT / "README.md").read_text()
 RUN_LINE = re.compile(r"^Total: (\d+)tok, Time: \d+\.\d\ds, Throughput: \d+\.\d\dtok/s$", re.M)
@@ -31,7 +32,7 @@ def run_script(name: str, *args: str) -> "subprocess.CompletedProcess[str]":
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=STARTING,
     )
 
 
@@ -150,6 +151,7 @@ def test_bench_end_to_end(tiny_qwen3: Path, tmp_path: Path) -> None:
     assert report["device_name"]
 
 
+@pytest.mark.alone
 def test_example_end_to_end(tiny_qwen3: Path) -> None:
     result = run_script("example.py", "--model", str(tiny_qwen3))
     assert result.returncode == 0, result.stderr

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm import LLM
 from nanovllm.utils.loader import Checkpoint, load_model
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.closeness import assert_logits_close
+from tests.helpers.engines import make_llm
 from tests.helpers.reference import next_token_logits
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -25,10 +26,9 @@ def test_a_second_load_gives_the_other_checkpoints_logits(
         )
         for seed in (0, 1)
     )  # fmt: skip
-    config = {"device": "cpu", "max_model_len": 64, "enable_prefix_caching": False}
-    with LLM(str(second), **config) as llm:
+    with make_llm(second, enable_prefix_caching=False) as llm:
         expected = next_token_logits(llm, [PROMPT])
-    with LLM(str(first), **config) as llm:
+    with make_llm(first, enable_prefix_caching=False) as llm:
         assert llm._runner is not None
         model = llm._runner.model
         assert not torch.equal(next_token_logits(llm, [PROMPT]), expected)
@@ -43,11 +43,10 @@ def test_a_second_load_gives_the_other_checkpoints_logits(
 def test_a_checkpoint_of_another_shape_leaves_a_model_that_computes(tmp_path: Path) -> None:
     first = make_checkpoint(tmp_path / "first")
     other = make_checkpoint(tmp_path / "other", num_hidden_layers=3)
-    with LLM(str(first), device="cpu", max_model_len=64, enable_prefix_caching=False) as llm:
+    with make_llm(first, enable_prefix_caching=False) as llm:
         expected = next_token_logits(llm, [PROMPT])
         model = llm._runner.model
         unknown = pytest.raises(ValueError, match="tensors that its architecture does not know")
         with torch.inference_mode(), unknown:
             load_model(model, Checkpoint(other), model.packed_modules_mapping)
-        logits = next_token_logits(llm, [PROMPT])
-        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert_logits_close(next_token_logits(llm, [PROMPT]), expected)
