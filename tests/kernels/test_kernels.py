@@ -1,7 +1,7 @@
 """Each Triton kernel but those of attention against its torch counterpart."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from nanovllm.layers.sampler import best_tokens
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
 from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_near, dtypes, randn
+from tests.helpers.sampling import moved, sampling_state
 
 pytest.importorskip("triton")
 from nanovllm.kernels.activation import silu_and_mul
@@ -91,11 +92,6 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     assert_near(silu_and_mul(gate_up), expected, dtype)
 
 
-def on_device(state: SamplingState) -> SamplingState:
-    tensors = {f.name: getattr(state, f.name).to(DEVICE) for f in fields(state)}
-    return SamplingState(**tensors)
-
-
 @dtypes
 @pytest.mark.parametrize("vocab", [500, 9001])
 def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
@@ -107,10 +103,10 @@ def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
     temperatures[rows[:6]] = 0
     seeds = torch.arange(num_rows) * 0x123456789ABCDEF - 2**62
     positions = torch.arange(num_rows) * 37
-    last_tokens = torch.full((num_rows,), -7)
-    state = SamplingState(temperatures, seeds, positions, last_tokens)
+    params = {"temperatures": temperatures, "seeds": seeds, "context_lens": positions}
+    state = sampling_state(**params, last_tokens=torch.full((num_rows,), -7))
     _, expected = best_tokens(logits.cpu(), rows, state)
-    state = on_device(state)
+    state = moved(state, DEVICE)
     last_tokens = state.last_tokens
     rows_on_device = rows.clone().to(DEVICE)
     rows_on_device[5] = -1
@@ -136,7 +132,8 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
     rows = torch.arange(n, device=DEVICE)
     temperatures = torch.tensor([0, 0, 0, 0, 0.5, 1, 1.5, 2], device=DEVICE)
     seeds, positions = rows * 0x123456789ABCDEF, rows * 37
-    state = SamplingState(temperatures.cpu(), seeds.cpu(), positions.cpu(), rows.cpu())
+    params = {"temperatures": temperatures, "seeds": seeds, "context_lens": positions}
+    state = moved(sampling_state(**params), torch.device("cpu"))
     _, expected = best_tokens(logits.cpu(), rows.cpu(), state)
     padded = torch.nn.functional.pad(logits, (0, num_ranks * share - vocab), value=float("-inf"))
     shares = [part.contiguous() for part in padded.split(share, dim=1)]
@@ -144,9 +141,9 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
     def sample_on_each(gather: Callable[[torch.Tensor], torch.Tensor]) -> list[list[int]]:
         ids = []
         for rank, part in enumerate(shares):
-            row_state = SamplingState(temperatures, seeds, positions, torch.zeros_like(rows))
-            sampled = sample(part, rows, row_state, first_id=rank * share, gather=gather)
-            assert torch.equal(sampled, row_state.last_tokens)
+            state = sampling_state(**params)
+            sampled = sample(part, rows, state, first_id=rank * share, gather=gather)
+            assert torch.equal(sampled, state.last_tokens)
             ids.append(sampled.tolist())
         return ids
 

@@ -8,8 +8,8 @@ from scipy import stats
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.sampler import best_tokens, gumbel_noise
-from nanovllm.utils.sampling_state import SamplingState
 from tests.helpers.engines import make_llm, sampled_ids
+from tests.helpers.sampling import sampling_state
 
 NUM_DRAWS = 65536
 
@@ -17,7 +17,7 @@ NUM_DRAWS = 65536
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    state = SamplingState(temperatures, seeds, positions, torch.zeros_like(seeds))
+    state = sampling_state(temperatures=temperatures, seeds=seeds, context_lens=positions)
     return best_tokens(logits, torch.arange(len(seeds)), state)[1]
 
 

@@ -214,7 +214,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_key_value_heads": 3},
         "num_attention_heads=4 is no multiple of num_key_value_heads=3",
     ),
-    "architecture": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3ForCausalLM"),
+    "architecture": (
+        {"architectures": ["NoSuchForCausalLM"]},
+        "NoSuchForCausalLM.*Qwen3ForCausalLM",
+    ),
     "no architecture": ({"architectures": None}, "not supported; supported: .*Qwen3ForCausalLM"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),
     "yarn, 5.x": (
