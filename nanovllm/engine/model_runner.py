@@ -20,8 +20,9 @@ from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.causal_lm import CausalLM
+from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.loader import Checkpoint, load_model
+from nanovllm.utils.loader import load_model
 
 
 class ModelRunner:

@@ -18,8 +18,9 @@ from nanovllm import LLM
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.loader import Checkpoint, PackedModules, load_model
+from nanovllm.utils.loader import PackedModules, load_model
 from tests.helpers.checkpoints import edit_json, make_checkpoint
 from tests.helpers.closeness import assert_close, assert_logits_close
 from tests.helpers.engines import make_llm

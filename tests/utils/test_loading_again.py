@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.utils.loader import Checkpoint, load_model
+from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.loader import load_model
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.closeness import assert_logits_close
 from tests.helpers.engines import make_llm
