@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -27,12 +27,7 @@ class LLM(LLMEngine):
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.exit()
 
     def generate(

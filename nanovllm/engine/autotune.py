@@ -29,23 +29,19 @@ ROUNDS = 5  # of measuring
 ENOUGH_BYTES = 2**28  # of weights
 TORCH = -1  # stands for torch's own matmul, where others are indices of the candidates
 
+TunedMatmuls = list[tuple[Linear, MatmulTable]]
 
-class TunedMatmuls:
-    """The matmuls chosen for each linear layer of a model; none by default."""
 
-    def __init__(self) -> None:
-        self.choices: list[tuple[Linear, MatmulTable]] = []
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Lets the layers use their matmuls within the block."""
-        for layer, matmuls in self.choices:
-            layer.matmuls = matmuls
-        try:
-            yield
-        finally:
-            for layer, _ in self.choices:
-                layer.matmuls = ()
+@contextmanager
+def applied(tuned: TunedMatmuls) -> Iterator[None]:
+    """Lets the layers use the matmuls chosen for them within the block."""
+    for layer, matmuls in tuned:
+        layer.matmuls = matmuls
+    try:
+        yield
+    finally:
+        for layer, _ in tuned:
+            layer.matmuls = ()
 
 
 def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> TunedMatmuls:
@@ -61,8 +57,8 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> Tu
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.is_tunable:
             alike.setdefault((layer.weight.shape, type(layer)), []).append(layer)
-    tuned = TunedMatmuls()
-    if group.rank == 0:
+    tuned: TunedMatmuls = []
+    if alike and group.rank == 0:
         _compile([layers[0] for layers in alike.values()], limits, group)
     for layers in alike.values():
         choices = [TORCH] * len(limits)
@@ -73,22 +69,21 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> Tu
             (limit, None if choice == TORCH else CANDIDATES[limit][choice])
             for limit, choice in zip(limits, choices, strict=True)
         )
-        tuned.choices += [(layer, matmuls) for layer in layers]
+        tuned += [(layer, matmuls) for layer in layers]
     return tuned
 
 
 def _compile(layers: Sequence[Linear], limits: Sequence[int], group: TPGroup) -> None:
     """Compiles the candidates side by side, each once: the code does not depend on the shape."""
-    from nanovllm.kernels.matmul import CANDIDATES, TritonMatmul
+    from nanovllm.kernels.matmul import CANDIDATES
 
     calls = {}
     for limit, layer in itertools.product(limits, layers):
         for candidate in CANDIDATES[limit]:
-            if isinstance(candidate, TritonMatmul) and _suits(candidate, layer, limit, group):
+            if _suits(candidate, layer, limit, group):
                 x = layer.weight.new_zeros(limit, layer.weight.shape[1])
-                calls[candidate.compiled_as] = partial(layer.multiply, x, candidate)
-    if calls:
-        compile_together(list(calls.values()), layers[0].weight.device)
+                calls[candidate] = partial(layer.multiply, x, candidate)
+    compile_together(list(calls.values()), layers[0].weight.device)
 
 
 def _suits(

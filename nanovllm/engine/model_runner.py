@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls
+from nanovllm.engine.autotune import TunedMatmuls, applied, autotune_matmuls
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.compilation import compile_together, decode_attention_calls
 from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes, graph_bytes
@@ -38,7 +38,7 @@ class ModelRunner:
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
         self._graphs: DecodeGraphs | None = None
-        self._tuned_matmuls = TunedMatmuls()
+        self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -157,7 +157,7 @@ class ModelRunner:
 
     def _capture(self, sizes: Sequence[int]) -> DecodeGraphs:
         max_model_len = self.config.max_model_len
-        with self._tuned_matmuls.applied():
+        with applied(self._tuned_matmuls):
             return DecodeGraphs(
                 lambda rows: self._decode_step(rows, max_model_len), sizes, self.device
             )

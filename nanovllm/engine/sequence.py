@@ -34,20 +34,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes",
-        "block_table",
-        "finish_reason",
-        "max_num_tokens",
-        "num_computed_tokens",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "num_tokens",
-        "row",
-        "sampling_params",
-        "seed",
-        "seq_id",
-        "token_ids",
-    )
+        "block_hashes", "block_table", "finish_reason", "max_num_tokens", "num_computed_tokens",
+        "num_prompt_tokens", "num_published_blocks", "num_tokens", "row", "sampling_params", "seed",
+        "seq_id", "token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -41,6 +41,11 @@ def wait_for(event: torch.cuda.Event, group: TPGroup) -> None:
     group.check()  # if it has passed because nobody waits any more
 
 
+def _as_8_bytes(array: np.ndarray) -> np.ndarray:
+    """Returns a float64 array as it is, any other as int64."""
+    return array if array.dtype == np.float64 else array.astype(np.int64, copy=False)
+
+
 class HostToDevice:
     """Sends small arrays to the device."""
 
@@ -54,26 +59,19 @@ class HostToDevice:
 
         float64 arrays become float64 tensors, all others int64 tensors.
         """
-        is_float = [array.dtype == np.float64 for array in arrays]
-        arrays = tuple(
-            array if keep else array.astype(np.int64, copy=False)
-            for array, keep in zip(arrays, is_float, strict=True)
-        )
+        on_host = [torch.from_numpy(_as_8_bytes(array)) for array in arrays]
         if self._device.type != "cuda":
-            return [torch.from_numpy(array) for array in arrays]
-        sizes = [-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]
+            return on_host
+        sizes = [-(-len(tensor) // ALIGNMENT) * ALIGNMENT for tensor in on_host]
         buffer = self._next_buffer(sum(sizes))
         offset = 0
-        for array, size in zip(arrays, sizes, strict=True):
-            buffer.array[offset : offset + len(array)] = array.view(np.int64)
+        for tensor, size in zip(on_host, sizes, strict=True):
+            buffer.array[offset : offset + len(tensor)] = tensor.numpy().view(np.int64)
             offset += size
-        device_tensor = buffer.tensor[:offset].to(self._device, non_blocking=True)
+        on_device = buffer.tensor[:offset].to(self._device, non_blocking=True).split(sizes)
         buffer.copied.record()
-        pieces = device_tensor.split(sizes)
-        return [
-            (piece.view(torch.float64) if keep else piece)[: len(array)]
-            for piece, array, keep in zip(pieces, arrays, is_float, strict=True)
-        ]
+        pairs = zip(on_device, on_host, strict=True)
+        return [piece[: len(tensor)].view(tensor.dtype) for piece, tensor in pairs]
 
     def _next_buffer(self, size: int) -> _PinnedBuffer:
         """Returns the least recently used buffer, once it is free, with room for `size` numbers."""

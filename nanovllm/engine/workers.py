@@ -125,13 +125,10 @@ class Workers:
             future.add_done_callback(_end_links)  # should it come yet, nobody else will
             raise
 
-    def send(self, method: str, *arguments: Any) -> None:
-        """Tells the workers to call this method of their runners."""
-        self._send(self.check, method, *arguments)
-
-    def _send(self, check: Check, method: str, *arguments: Any) -> None:
+    def send(self, method: str, *arguments: Any, check: Check | None = None) -> None:
+        """Tells the workers to call this method of their runners; `check` is called meanwhile."""
         assert self._sender is not None
-        self._sender.send(pickle.dumps((method, arguments)), check)
+        self._sender.send(pickle.dumps((method, arguments)), check or self.check)
 
     def check(self) -> None:
         """Raises `RankDiedError` once a worker has ended."""
@@ -199,7 +196,7 @@ class Workers:
 
         if self._sender is not None and self._workers:
             with suppress(TimeoutError):
-                self._send(check, "exit")
+                self.send("exit", check=check)
         for worker in self._workers:
             worker.process.join(max(deadline - time.monotonic(), 0))
 

@@ -10,7 +10,7 @@ returns [t, n]; with `split_k` > 1 partial sums, fp32 [split_k, t, n]; with `has
 [t, n / 2].
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -79,11 +79,6 @@ class TritonMatmul:
     warps: int
     split_k: int = 1
     has_silu_epilogue: bool = False
-
-    @property
-    def compiled_as(self) -> "TritonMatmul":
-        """The matmul that stands for all that need the same code: split-K of 2 for any other."""
-        return replace(self, split_k=min(self.split_k, 2))
 
     def supports(self, weight: torch.Tensor) -> bool:
         """Whether the tiles divide the weight and `stages` of them fit into shared memory."""

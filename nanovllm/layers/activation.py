@@ -1,10 +1,10 @@
 """The gated activation of SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Computes SiLU(gate) * up: gate_up [..., 2 * n], gate | up -> [..., n]."""
     if gate_up.is_cuda:
         from nanovllm.kernels import activation

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.layers.linear import linear
 from nanovllm.layers.onednn import dense, reordered
@@ -18,11 +18,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        group: TPGroup,
-        vocab_size: int,
-        hidden_size: int,
-        weight: nn.Parameter | None = None,
+        self, group: TPGroup, vocab_size: int, hidden_size: int, weight: nn.Parameter | None = None
     ) -> None:
         """weight: the parameter of another module to share; None makes a new one."""
         super().__init__()
@@ -35,7 +31,7 @@ class VocabParallelEmbedding(nn.Module):
         shard = Shard(full=vocab_size, source=self.first_id, target=0, size=self.num_ids)
         set_weight_loader(self.weight, WeightLoader({None: shard}))
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [t] -> [t, hidden_size]"""
         if self.group.size == 1:
             return F.embedding(input_ids, self.weight)
@@ -71,7 +67,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def finish_loading(self) -> None:
         self.weight = reordered(self.weight)  # the embedding keeps its own, to look up rows
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> logits [n, share] of the token ids from `first_id` on"""
         logits = linear(hidden, self.weight)
         if self.num_ids < len(self.weight):

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels import cpu_kernels
 from nanovllm.utils.distributed import TPGroup
@@ -21,12 +21,10 @@ class RMSNorm(nn.Module):
         self.group = group or TPGroup()
         self.weight = nn.Parameter(torch.empty(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight  # in fp32 inside
 
-    def add_forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums x over the ranks and adds the residual stream before it normalises.
 
         x and residual [t, size] -> (norm(x + residual), x + residual). A residual of None counts as

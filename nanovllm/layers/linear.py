@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.onednn import dense, onednn_linear, reordered
@@ -25,7 +25,7 @@ class Matmul(Protocol):
         """Whether the result is SiLU(gate) * up of the product."""
         ...
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [t, size], weight [n, size] -> x W^T, [t, n]; its split-K partial sums, fp32
         [split_k, t, n]; or with the SiLU epilogue [t, n / 2]."""
         ...
@@ -35,7 +35,7 @@ class Matmul(Protocol):
 MatmulTable = tuple[tuple[int, Matmul | None], ...]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes x W^T (+ bias) by torch or, for a weight in oneDNN's layout, by oneDNN."""
     return onednn_linear(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
 
@@ -64,13 +64,13 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         self.weight = reordered(self.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., n]"""
         if not self.matmuls:
             return self.multiply(x, None)
         return self.multiply(x, next((m for most, m in self.matmuls if len(x) <= most), None))
 
-    def multiply(self, x: torch.Tensor, matmul: Matmul | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, matmul: Matmul | None) -> Tensor:
         """Computes the layer's result by this matmul; None is torch's own."""
         if matmul is None:
             return linear(x, self.weight, self.bias)
@@ -113,7 +113,7 @@ class GatedLinear(MergedColumnParallelLinear):
     def __init__(self, group: TPGroup, input_size: int, size: int) -> None:
         super().__init__(group, input_size, {"gate_proj": size, "up_proj": size})
 
-    def multiply(self, x: torch.Tensor, matmul: Matmul | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, matmul: Matmul | None) -> Tensor:
         out = super().multiply(x, matmul)
         return out if matmul is not None and matmul.has_silu_epilogue else silu_and_mul(out)
 
@@ -174,7 +174,7 @@ class RowParallelLinear(Linear):
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
         set_weight_loader(self.weight, WeightLoader({None: shard}, dim=1))
 
-    def multiply(self, x: torch.Tensor, matmul: Matmul | None) -> torch.Tensor:
+    def multiply(self, x: Tensor, matmul: Matmul | None) -> Tensor:
         if matmul is None:
             return linear(x, self.weight, self.bias if self.group.rank == 0 else None)
         return super().multiply(x, matmul)

@@ -7,7 +7,7 @@ alone. The layout is opaque: `to_dense()` undoes it.
 import platform
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.loader import keep_weight_loader
@@ -15,11 +15,11 @@ from nanovllm.utils.loader import keep_weight_loader
 KEPT_MEMORY = 0.25  # the fraction of the host's memory that fp32 copies leave to others
 
 
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes x W^T (+ bias) for a `reordered` weight, in the weight's dtype; returns x's."""
     dtype = x.dtype
     bias = None if bias is None else bias.to(weight.dtype)
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(
         x.to(weight.dtype), weight, bias, "none", [], ""
     )
     return out.to(dtype)
@@ -31,7 +31,7 @@ def reordered(weight: nn.Parameter) -> nn.Parameter:
     A CPU without instructions for a half-precision dtype multiplies several times as fast in fp32:
     the copy is in fp32 there, if the host has memory to spare. The copy keeps the weight loader.
     """
-    data: torch.Tensor = weight
+    data: Tensor = weight
     if weight.device.type != "cpu" or not _has_onednn():
         return weight
     is_half = weight.itemsize == 2

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairing j with j + d/2."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 
@@ -25,7 +25,7 @@ def rope_theta(hf_config: PretrainedConfig) -> float:
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions; fp32 maths, the result in the input's dtype."""
 
-    cos_sin: torch.Tensor  # fp32 [max_position, head_dim], cos | sin of head_dim / 2 angles each
+    cos_sin: Tensor  # fp32 [max_position, head_dim], cos | sin of head_dim / 2 angles each
 
     def __init__(self, head_dim: int, max_position: int, theta: float) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
         self.register_buffer("cos_sin", table.to(torch.get_default_device()), persistent=False)
         nothing = torch.empty(0)
-        self._angles: tuple[torch.Tensor, ...] = (nothing, nothing, nothing)
+        self._angles: tuple[Tensor, ...] = (nothing, nothing, nothing)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         """positions int64 [t]; x [t, heads, head_dim] -> the same shape, rotated."""
         if self._angles[0] is not positions:  # every layer of a step passes the same object
             cos, sin = self.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)

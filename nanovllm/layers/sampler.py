@@ -6,7 +6,7 @@ draws do not depend on its neighbours, on preemption, on chunking, or on who com
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
@@ -15,20 +15,20 @@ _MASK32 = 0xFFFFFFFF
 ROWS_AT_A_TIME = 16  # the noise of a row takes some 50 bytes for each id of the vocabulary
 
 
-def _mix(x: torch.Tensor, multiplier: int, shift: int) -> torch.Tensor:
+def _mix(x: Tensor, multiplier: int, shift: int) -> Tensor:
     """Applies one multiply-xorshift round to 32-bit values held in int64."""
     x = (x * multiplier) & _MASK32
     return x ^ (x >> shift)
 
 
-def _hash32(x: torch.Tensor) -> torch.Tensor:
+def _hash32(x: Tensor) -> Tensor:
     """Permutes 32-bit values without visible bias: lowbias32 by C. Wellons."""
     x = x & _MASK32
     x = x ^ (x >> 16)
     return _mix(_mix(x, 0x7FEB352D, 15), 0x846CA68B, 16)
 
 
-def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def noise_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Derives two 32-bit keys that depend on every bit of seed and position.
 
     seeds (64 bits as int64) and positions, [n] each -> two keys, int64 [n] each
@@ -39,9 +39,7 @@ def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
     return first, _hash32(first * 0x9E3779B1 + inner)
 
 
-def gumbel_noise(
-    seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Computes standard Gumbel noise for each pair of row and token id.
 
     seeds and positions int64 [n], token_ids int64 [v] -> fp32 [n, v]. The hash is `_hash32` of the
@@ -59,8 +57,8 @@ def gumbel_noise(
 
 
 def best_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, first_id: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, rows: Tensor, state: SamplingState, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
     """Draws a token for each row; temperature 0 takes the largest logit, of equals the lowest id.
 
     logits [n, v] of the token ids from `first_id` on; rows int64 [n] of `state`
@@ -92,9 +90,7 @@ class Sampler(nn.Module):
         self.group = group
         self.first_id = first_id
 
-    def forward(
-        self, logits: torch.Tensor, rows: torch.Tensor, state: SamplingState
-    ) -> torch.Tensor:
+    def forward(self, logits: Tensor, rows: Tensor, state: SamplingState) -> Tensor:
         """Samples a token for each of `rows` and writes it to `state.last_tokens`.
 
         logits [n, v] of the token ids from `first_id` on; rows int64 [n], -1 for padding, which
@@ -115,7 +111,7 @@ class Sampler(nn.Module):
         state.last_tokens[rows] = token_ids
         return token_ids
 
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         """Gathers int32 [...] of all ranks -> [size, ...]."""
         peers = self.group.peers
         if peers is not None and peers.holds(-(-2 * x.nbytes // peers.row_bytes), peers.row_bytes):

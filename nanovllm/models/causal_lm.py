@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanovllm.layers.attention import Attention
@@ -43,12 +42,8 @@ class CausalLM(Protocol):
         ...
 
     def __call__(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, positions: Tensor, context: Context, wanted: Tensor | None = None
+    ) -> Tensor:
         """input_ids and positions int64 [t] -> hidden states after the final norm [t, hidden_size].
 
         wanted: int64 [m], the tokens whose hidden states are returned, [m, hidden_size]; None is
@@ -56,7 +51,7 @@ class CausalLM(Protocol):
         """
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> this rank's logits [n, share], from `first_id` on."""
         ...
 

@@ -8,8 +8,7 @@ those of the checkpoints, so that parameters find their tensors by name.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanovllm.layers.attention import Attention
@@ -63,18 +62,14 @@ class DecoderAttention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim)
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, hidden: Tensor, positions: Tensor, context: Context, wanted: Tensor | None
+    ) -> Tensor:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm, self.k_norm
         qkv = self.qkv_proj(hidden)
         attended = self.attn(qkv, positions, context, self.rotary, norms)
-        out: torch.Tensor = self.o_proj(attended if wanted is None else attended[wanted])
+        out: Tensor = self.o_proj(attended if wanted is None else attended[wanted])
         return out
 
 
@@ -87,8 +82,8 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = GatedLinear(group, hidden_size, intermediate_size)
         self.down_proj = RowParallelLinear(group, intermediate_size, hidden_size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.gate_up_proj(hidden))  # SiLU(gate) * up included
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.gate_up_proj(hidden))  # SiLU(gate) * up included
         return out
 
 
@@ -109,12 +104,12 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
         context: Context,
-        wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """hidden and residual [t, hidden_size] -> both of the `wanted` tokens, None for all."""
         hidden, residual = self.input_layernorm.add_forward(hidden, residual)
         hidden = self.self_attn(hidden, positions, context, wanted)
@@ -138,12 +133,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, positions: Tensor, context: Context, wanted: Tensor | None
+    ) -> Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -189,17 +180,13 @@ class DecoderForCausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(input_ids, positions, context, wanted)
+        self, input_ids: Tensor, positions: Tensor, context: Context, wanted: Tensor | None = None
+    ) -> Tensor:
+        hidden: Tensor = self.model(input_ids, positions, context, wanted)
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
         return logits
 
 

@@ -100,7 +100,7 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
         inputs = runner.rows.decode_inputs(rows, runner.config.max_model_len)
         return runner.model.compute_logits(runner._forward(inputs))
 
-    with torch.inference_mode(), runner._tuned_matmuls.applied():
+    with torch.inference_mode(), autotune.applied(runner._tuned_matmuls):
         device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # 2 rows of padding
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -171,12 +171,12 @@ def test_autotuned_matmuls_are_as_good(
         linear = linear_of(llm, kind)
         assert linear.matmuls == (), "eager steps use torch's own"
         tuned = llm._runner._tuned_matmuls
-        (matmuls,) = [matmuls for layer, matmuls in tuned.choices if layer is linear]
+        (matmuls,) = [matmuls for layer, matmuls in tuned if layer is linear]
         assert [most for most, _ in matmuls] == [16, 64]
         assert all(matmul is not None for _, matmul in matmuls)
         for num_tokens in (1, 16, 17, 64, 65):
             x = torch.randn(num_tokens, linear.weight.shape[1]).cuda().bfloat16()
-            with tuned.applied():
+            with autotune.applied(tuned):
                 out = linear(x).float()
             out = out if out.dim() == 2 else out.sum(0)
             expected = x.float() @ linear.weight.float().T
@@ -192,7 +192,7 @@ def test_matmuls_are_torchs_own_without_autotuning(
     monkeypatch.setattr(autotune, "MARGIN", 1e9)
     with make_gpu_llm(checkpoint, dtype="bfloat16", **config) as llm:
         assert llm._runner is not None
-        assert llm._runner._tuned_matmuls.choices == []
+        assert llm._runner._tuned_matmuls == []
 
 
 def linear_of(llm: LLM, kind: str) -> Linear:
