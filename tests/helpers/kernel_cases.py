@@ -28,6 +28,7 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -
     """The norm of all errors, relative to that of `expected`, is within `NUM_EPS` of `dtype`."""
     assert out.shape == expected.shape
     assert out.isfinite().all()
-    error = float((out.double() - expected.double()).norm() / expected.double().norm())
+    out, expected = out.detach().double(), expected.detach().double()
+    error = float((out - expected).norm() / expected.norm())
     num_eps = error / torch.finfo(dtype).eps
     assert num_eps < NUM_EPS[dtype], f"relative error {error:.2e}, {num_eps:.1f} eps"

@@ -1,7 +1,7 @@
 """Several ranks compute what one computes (fp32), whatever way the engine goes about it."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,25 @@ def make_ranks(checkpoint: Path, size: int, **config: Any) -> LLM:
 
 
 def sent_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What goes to the workers from now on."""
+    """Records the messages to the workers from now on."""
     sent: list[bytes] = []
-    channel = parallel(llm)._ranks.workers
-    send = channel.send
-    monkeypatch.setattr(channel, "send", lambda message: [sent.append(message), send(message)])
+    sender = parallel(llm)._ranks.workers._sender
+    assert sender is not None
+    send = sender.send
+
+    def recorded(message: bytes, check: Callable[[], None]) -> None:
+        sent.append(message)
+        send(message, check)
+
+    monkeypatch.setattr(sender, "send", recorded)
     return sent
+
+
+def batch_of(message: bytes) -> ScheduledBatch:
+    method, (batch,) = pickle.loads(message)
+    assert method == "launch"
+    assert isinstance(batch, ScheduledBatch)
+    return batch
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +93,7 @@ def test_chunks_cache_hits_and_waiting_for_each_step(
     monkeypatch.setattr(pair.config, "async_scheduling", is_async)
     sent = sent_batches(pair, monkeypatch)
     assert mixed_ids(pair, ragged_prompts) == expected
-    batches: list[ScheduledBatch] = list(map(pickle.loads, sent))
-    assert max(batch.num_tokens for batch in batches) <= max(budget, len(ragged_prompts))
+    assert max(batch_of(message).num_tokens for message in sent) <= max(budget, len(ragged_prompts))
     assert mixed_ids(pair, ragged_prompts) == expected
 
 
@@ -118,7 +130,7 @@ def test_only_what_a_step_computes_crosses(pair: LLM, monkeypatch: pytest.Monkey
     greedy_ids(pair, [shared], 1)
     sent = sent_batches(pair, monkeypatch)
     greedy_ids(pair, [[*shared, 200 + i] for i in range(32)], 4)
-    prefill, *decodes = map(pickle.loads, sent)
+    prefill, *decodes = map(batch_of, sent)
     assert [chunk.start for chunk in prefill.chunks] == [96] * 32
     assert prefill.num_tokens == 32 * 5
     assert len(decodes) == 3
