@@ -87,8 +87,8 @@ def small_pools() -> Iterator[None]:
 
     def with_small_pool(model: str, **kwargs: Any) -> Config:
         config = from_kwargs(model, **kwargs)
-        is_sized = "num_kvcache_blocks" in kwargs or "gpu_memory_utilization" in kwargs
-        if config.torch_device.type == "cpu" or is_sized:
+        has_default_size = config.num_kvcache_blocks == -1 and config.gpu_memory_utilization == 0.9
+        if config.torch_device.type == "cpu" or not has_default_size:
             return config
         most = MAX_POOL_TOKENS // config.kvcache_block_size
         need = config.max_blocks_per_seq

@@ -1,6 +1,7 @@
 """Every error a user can cause: its type, the bad value and the fix in its message, and an engine
 that has queued nothing and goes on serving."""
 
+import importlib.util
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
 from tests.helpers.checkpoints import VOCAB_SIZE, edit_json
 from tests.helpers.engines import greedy_ids, make_llm
 from tests.helpers.reference import HuggingFace
@@ -237,6 +240,24 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "sliding-window.*only full attention",
     ),
 }
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_cuda_without_triton_is_refused_with_the_fix(
+    device: str, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All CUDA layers need it. A process on the CPU does without."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    fix = "needs the package triton.*pip install triton, or use device='cpu'"
+    with pytest.raises(ValueError, match=fix):
+        LLM(str(tiny_qwen3), device=device)
+    assert Config(str(tiny_qwen3), device="cpu").torch_device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.engines import GREEDY, NUM_TOKENS, Ids, greedy_ids, make_paged_llm
 
 
-@pytest.mark.parametrize("method", ["schedule", "_release", "_ends", "_batch"])
+@pytest.mark.parametrize("method", ["schedule", "_release", "_finish_if_ended", "_batch"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_interrupt_within_the_bookkeeping(tiny_qwen3: Path, method: str, number: int) -> None:
     """In a loop of `step`, where Ctrl-C is not held back, every request still ends, and rightly."""
