@@ -26,6 +26,7 @@ from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.helpers.gpu_turns import GPUTurns
 
 MAX_WORKERS = 8
+GPU_BYTES_OF_WORKER = 6 * 2**30  # its context, kernels and small engines, with room
 MAX_POOL_TOKENS = 2**16  # by default, of an engine on a GPU that other processes use, too
 
 # A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
@@ -47,8 +48,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def num_workers() -> int:
+    """Two cores for a process, as some tests have several ranks; two processes on two cores still
+    gain a fourth. 0 where one process is all that fits."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(MAX_WORKERS, (num_cores or 1) // 2)
+    num = min(max((num_cores or 1) // 2, 2), num_cores or 1, MAX_WORKERS)
+    if torch.cuda.is_available():
+        num = min(num, torch.cuda.get_device_properties(0).total_memory // GPU_BYTES_OF_WORKER)
+    return num if num > 1 else 0
 
 
 @pytest.hookimpl(optionalhook=True)

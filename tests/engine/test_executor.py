@@ -153,7 +153,7 @@ def test_worker_that_cannot_load(
     monkeypatch.setattr(Workers, "start", start_elsewhere)
     with pytest.raises(RankDiedError, match=r"rank 1 ended with exit code 1: it raised") as error:
         make_ranks(tiny_qwen3)
-    for part in ("Traceback", "loader.py", "is not a complete safetensors file"):
+    for part in ("Traceback", "worker_process.py", "is not a complete safetensors file"):
         assert part in str(error.value)
 
 
