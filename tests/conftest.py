@@ -59,15 +59,16 @@ def num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps a file's tests, which share its fixtures, in one process, but for those of kernels:
-    they share nothing, are many, and fill up whoever is free."""
+    """Keeps a file's tests, which share its fixtures, in one process. Tests of kernels and those that
+    start scripts share nothing; they go to whoever is free."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "/kernels/" in nodeid else super()._split_scope(nodeid)
+            shares_nothing = "/kernels/" in nodeid or "test_parallel_script" in nodeid
+            return nodeid if shares_nothing else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
@@ -93,8 +94,8 @@ def small_pools() -> Iterator[None]:
 
     def with_small_pool(model: str, **kwargs: Any) -> Config:
         config = from_kwargs(model, **kwargs)
-        has_default_size = config.num_kvcache_blocks == -1 and config.gpu_memory_utilization == 0.9
-        if config.torch_device.type == "cpu" or not has_default_size:
+        is_sized = "num_kvcache_blocks" in kwargs or "gpu_memory_utilization" in kwargs
+        if config.torch_device.type == "cpu" or is_sized:
             return config
         most = MAX_POOL_TOKENS // config.kvcache_block_size
         need = config.max_blocks_per_seq

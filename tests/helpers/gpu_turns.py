@@ -1,12 +1,14 @@
 """Who may use the GPU when: tests marked `alone` measure its memory, or need most of it, so that no
 other process of this suite may then allocate any."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Generator
 from typing import IO
 
 import pytest
+import torch
 
 
 class Turns:
@@ -52,6 +54,9 @@ class GPUTurns:
         try:
             return (yield)
         finally:  # those that need it alone follow each other: others need not stop for each
+            if "alone" in item.keywords and torch.cuda.is_initialized():
+                gc.collect()
+                torch.cuda.empty_cache()  # torch keeps what is freed: others would not get it
             if "alone" not in item.keywords or nextitem is None or "alone" not in nextitem.keywords:
                 self._turns.release()
 
