@@ -59,8 +59,10 @@ def num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps a file's tests, which share its fixtures, in one process. Tests of kernels and those that
-    start scripts share nothing; they go to whoever is free."""
+    """Keeps a file's tests, which share its fixtures, in one process.
+
+    Tests of kernels and those that start scripts share nothing; they go to whoever is free.
+    """
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
