@@ -50,6 +50,7 @@ class HostLoop:
             max_num_seqs=RESIDENTS,
             max_num_batched_tokens=PROMPT_LEN,
             stop_token_ids=(),
+            reserved_tokens=0,  # the small pool holds all residents, and no more
         )
         self._seq_ids = count()
         for index in range(RESIDENTS):  # of different lengths, to end one by one

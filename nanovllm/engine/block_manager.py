@@ -1,8 +1,9 @@
 """Paged K/V bookkeeping: who holds which block, and which blocks the prefix cache can offer.
 
 It deals in block ids; the K/V itself is the runner's. Invariants: a block is free xor in use (its
-ref count is the number of tables that hold it); a hash is published only after the step that
-filled its block has completed; a free block keeps its hash until it is dealt out again.
+ref count is the number of tables that hold it); a published block has been filled by an earlier
+step, or is filled by the one that is being scheduled before that step attends to anything; a free
+block keeps its hash until it is dealt out again.
 """
 
 from array import array
@@ -56,6 +57,7 @@ class BlockManager:
         self._free_cached: OrderedDict[int, None] = OrderedDict()
         self._published: dict[int, CachedBlock] = {}  # by block id
         self._block_by_hash: dict[int, int] = {}
+        self._twins: dict[int, list[int]] = {}  # by hash: other blocks with the same content
 
     @property
     def num_free_blocks(self) -> int:
@@ -64,17 +66,17 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, seq: Sequence) -> bool:
+    def allocate(self, seq: Sequence, reserve: int = 0) -> bool:
         """Gives `seq` the blocks of all its known tokens, cached ones where there are any.
 
         It sets the block table and counts the cached tokens as computed. It returns False and
-        changes nothing if the free blocks do not suffice.
+        changes nothing if fewer than `reserve` blocks would stay free.
         """
         assert not seq.block_table
         hits = self._find_cached_blocks(seq)
         num_new = self.blocks_for(len(seq.token_ids)) - len(hits)
         num_revived = sum(block_id not in self._ref_counts for block_id in hits)
-        if num_new + num_revived > self.num_free_blocks:
+        if num_new + num_revived + reserve > self.num_free_blocks:
             return False
         for block_id in hits:
             if block_id not in self._ref_counts:
@@ -108,26 +110,40 @@ class BlockManager:
         seq.block_table = NO_BLOCKS
         seq.num_published_blocks = 0
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
+    def publish(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Offers the full blocks among the first `num_tokens` tokens of `seq` to later prompts.
 
-        The tokens must be known, and a completed step must have written their K/V.
+        The tokens must be known, and their K/V be written by an earlier step or by the one that is
+        being scheduled. Returns the blocks that were not offered before.
         """
         if not self.enable_prefix_caching:
-            return
+            return []
         num_full = num_tokens // self.block_size
         self._extend_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
             block_id, block_hash = seq.block_table[index], seq.block_hashes[index]
             tokens = self._tokens_of(seq, index)
             previous = self._published[seq.block_table[index - 1]] if index else None
-            # A block with the same content: share its object, so that chains compare as identical.
             twin = self._lookup(block_hash, tokens, previous)
-            self._published[block_id] = (
-                CachedBlock(block_hash, tokens, previous) if twin is None else self._published[twin]
-            )
-            self._block_by_hash[block_hash] = block_id
+            if twin is None:
+                self._published[block_id] = CachedBlock(block_hash, tokens, previous)
+                self._block_by_hash[block_hash] = block_id
+                self._twins.pop(block_hash, None)  # of other content, should two hashes collide
+            else:  # twins share the object, so that chains compare as identical
+                self._published[block_id] = self._published[twin]
+                self._twins.setdefault(block_hash, []).append(block_id)
+        offered = seq.block_table[seq.num_published_blocks : num_full]
         seq.num_published_blocks = max(seq.num_published_blocks, num_full)
+        return offered
+
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Takes back the offer of blocks whose K/V a failed step has not written."""
+        for block_id in block_ids:
+            if block_id in self._published:
+                self._unpublish(block_id)
+                if block_id in self._free_cached:
+                    del self._free_cached[block_id]
+                    self._free_blank.append(block_id)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariants. `sequences` must include all that hold blocks."""
@@ -140,9 +156,11 @@ class BlockManager:
         assert not self._published.keys() & set(self._free_blank), "a block is dealt out too early"
         assert self._num_dealt <= self.num_blocks
         for block_hash, block_id in self._block_by_hash.items():
-            assert self._published[block_id].block_hash == block_hash, (
-                "a hash points at another's block"
-            )
+            cached = self._published[block_id]
+            assert cached.block_hash == block_hash, "a hash points at another's block"
+            twins = self._twins.get(block_hash, [block_id])
+            assert all(self._published[twin] is cached for twin in twins), "twins differ"
+        assert self._twins.keys() <= self._block_by_hash.keys(), "twins of nothing"
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
         """Returns the cached blocks of the longest known prefix of `seq`.
@@ -196,9 +214,20 @@ class BlockManager:
             self._num_dealt += 1
         else:
             block_id, _ = self._free_cached.popitem(last=False)
-            cached = self._published.pop(block_id)
-            # Two sequences may have published the same hash; the entry may be the other's.
-            if self._block_by_hash.get(cached.block_hash) == block_id:
-                del self._block_by_hash[cached.block_hash]
+            self._unpublish(block_id)
         self._ref_counts[block_id] = 1
         return block_id
+
+    def _unpublish(self, block_id: int) -> None:
+        """Makes a block impossible to find; if it has a twin, that one is found in its place."""
+        block_hash = self._published.pop(block_id).block_hash
+        twins = self._twins.get(block_hash, [])
+        if self._block_by_hash.get(block_hash) != block_id:
+            if block_id in twins:
+                twins.remove(block_id)
+        elif twins:
+            self._block_by_hash[block_hash] = twins.pop()
+        else:
+            del self._block_by_hash[block_hash]
+        if not twins:
+            self._twins.pop(block_hash, None)

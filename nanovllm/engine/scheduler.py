@@ -20,6 +20,8 @@ class Scheduler:
     Sequences are resident (hold a row and blocks) from their first scheduled chunk. `running` are
     those whose whole prompt has been scheduled, in order of admission; a prompt that is only partly
     scheduled stays, resident, at the head of `waiting`.
+
+    reserved_tokens: room that each running sequence keeps when another one is admitted.
     """
 
     def __init__(
@@ -29,17 +31,23 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         stop_token_ids: Collection[int],
+        reserved_tokens: int = 32,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.reserved_tokens = reserved_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
-        self._num_in_flight = 0
+        self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
+        self._offered: list[int] = []  # by the step that is being scheduled
+        self._blocked: tuple[int, int] | None = (
+            None  # the head that found too few blocks, and how many
+        )
 
     def add(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
@@ -56,7 +64,8 @@ class Scheduler:
         """Returns the next step, None if nothing can run before the step in flight completes."""
         batch = self._schedule_prefill() or self._schedule_decode()
         if batch is not None:
-            self._num_in_flight += 1
+            self._offers.append(self._offered)
+            self._offered = []
         return batch
 
     def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
@@ -65,10 +74,7 @@ class Scheduler:
         token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
             before is dropped.
         """
-        self._num_in_flight -= 1
-        for seq_id, chunk in zip(batch.seq_ids, batch.chunks, strict=False):  # decode: no chunks
-            if seq := self._unfinished.get(seq_id):
-                self.block_manager.publish(seq, chunk.start + len(chunk.token_ids))
+        self._offers.popleft()
         finished: list[Sequence] = []
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
@@ -98,10 +104,16 @@ class Scheduler:
 
     def forget_steps_in_flight(self) -> None:
         """Counts no step as in flight any more: the ids of those that are will not be read."""
-        self._num_in_flight = 0
+        self._offers.clear()
 
     def recover(self) -> None:
-        """Forgets the steps in flight and starts all residents afresh, after a step has failed."""
+        """Forgets the steps in flight and starts all residents afresh, after a step has failed.
+
+        Whatever those steps had offered to the prefix cache is taken back.
+        """
+        for offered in (*self._offers, self._offered):
+            self.block_manager.withdraw(offered)
+        self._offered = []
         self.forget_steps_in_flight()
         if self.waiting:  # only the head can be resident
             self._release(self.waiting[0])
@@ -126,7 +138,7 @@ class Scheduler:
             seq = self.waiting[0]
             init = None
             if seq.row is None:
-                if not self._free_rows or not self.block_manager.allocate(seq):
+                if not self._free_rows or not self._allocate(seq):
                     break
                 seq.row = self._free_rows.pop()
                 init = RowInit(seq.sampling_params, seq.seed, list(seq.block_table))
@@ -137,11 +149,30 @@ class Scheduler:
             seqs.append(seq)
             budget -= end - start
             seq.num_computed_tokens = end
+            # At once: every layer stores the K/V of a whole step before it attends, so that prompts
+            # of the same step can share it.
+            self._offered += self.block_manager.publish(seq, end)
             if is_last:
                 seq.num_tokens += 1
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
         return self._batch(seqs, chunks, []) if seqs else None
+
+    def _allocate(self, seq: Sequence) -> bool:
+        """Takes the blocks of the first waiting sequence, unless too few would stay for others.
+
+        While others run, each keeps room for its next `reserved_tokens` tokens: else they would
+        preempt the newcomer soon. A sequence that did not fit is not looked up again until more
+        blocks are free.
+        """
+        num_free = self.block_manager.num_free_blocks
+        blocked, num_free_then = self._blocked or (None, 0)
+        if self.running and blocked == seq.seq_id and num_free <= num_free_then:
+            return False
+        reserve = self.block_manager.blocks_for(self.reserved_tokens * len(self.running))
+        has_blocks = self.block_manager.allocate(seq, reserve)
+        self._blocked = None if has_blocks else (seq.seq_id, num_free)
+        return has_blocks
 
     def _schedule_decode(self) -> ScheduledBatch | None:
         """Schedules one token for each running sequence, except those whose final one is scheduled.
@@ -156,7 +187,7 @@ class Scheduler:
             growing = [seq for seq in seqs if self.block_manager.needs_block(seq)]
             if len(growing) <= self.block_manager.num_free_blocks:
                 break
-            if self._num_in_flight:
+            if self._offers:  # a step is in flight
                 return None
             self._preempt_last()
             self.num_preemptions += 1

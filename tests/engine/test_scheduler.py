@@ -13,13 +13,18 @@ STOP_ID = 0
 
 
 def make_scheduler(
-    *, num_blocks: int = 100, max_num_seqs: int = 8, max_num_batched_tokens: int = 1000
+    *,
+    num_blocks: int = 100,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 1000,
+    reserved_tokens: int = 0,
 ) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         stop_token_ids={STOP_ID},
+        reserved_tokens=reserved_tokens,
     )
 
 

@@ -53,6 +53,7 @@ class World:
     num_spare_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    reserved_tokens: int
     failures: set[int]
     requests: list[Request]
 
@@ -97,6 +98,7 @@ def worlds(late: bool) -> st.SearchStrategy[World]:
         num_spare_blocks=st.integers(0, 4) | st.integers(0, 20),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.integers(1, MAX_LEN),
+        reserved_tokens=st.sampled_from([0, 0, 0, 0, 0, 1, 5, 32]),
         failures=st.just(set()) | st.sets(ticks, max_size=3),
         requests=st.lists(requests, min_size=1, max_size=6)
         | st.lists(requests, min_size=6, max_size=10),
@@ -120,6 +122,7 @@ class Simulation:
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens,
             stop_token_ids=STOP_IDS,
+            reserved_tokens=world.reserved_tokens,
         )
         self.seqs = [self._sequence(*numbered) for numbered in enumerate(world.requests)]
         self.oracles = [
@@ -237,7 +240,7 @@ def test_the_schedules_are_hard(late: bool) -> None:
 
     @seed(0)
     @given(world=worlds(late))
-    @on_any_machine(max_examples=200, database=None)
+    @on_any_machine(max_examples=300, database=None)
     def run(world: World) -> None:
         stats.update(Simulation(world).run())
 

@@ -62,24 +62,26 @@ class Runner:
         self._reset_rows()
 
     def launch(self, batch: ScheduledBatch) -> Step:
-        """Checks the cached positions that the step relies on, then writes the new ones."""
+        """Checks the cached positions that each row relies on, then writes its new ones.
+
+        Rows in turn: what an earlier row of the same step writes, a later one may rely on, for a
+        layer stores the K/V of the whole step before it attends.
+        """
         inputs = self._prefill_inputs(batch) if batch.is_prefill else self._decode_inputs(batch)
+        slots: list[int] = []
         for seq_id, row, (start, token_ids) in zip(batch.seq_ids, batch.rows, inputs, strict=True):
             values = self.oracles[seq_id].values
             cached = [self.store.get(self._slot(row, position)) for position in range(start)]
             assert cached == values[:start], "a step relies on wrong K/V"
             self.context_lens[row] = start + len(token_ids)
             assert self.context_lens[row] <= len(values), "a known end is overrun"
-        assert batch.max_context_len == max(self.context_lens[row] for row in batch.rows)
-
-        slots: list[int] = []
-        for row, (start, token_ids) in zip(batch.rows, inputs, strict=True):
             value = self.store[self._slot(row, start - 1)] if start else 0
             for position, token_id in enumerate(token_ids, start):
                 value = next_value(value, token_id)
                 slots.append(self._slot(row, position))
                 self.store[slots[-1]] = value
             self.last_tokens[row] = sample(value, self.seeds[row])
+        assert batch.max_context_len == max(self.context_lens[row] for row in batch.rows)
         assert len(slots) == len(set(slots)) == batch.num_tokens, "two tokens share a slot"
 
         row_by_seq_id = dict(zip(batch.seq_ids, batch.rows, strict=True))

@@ -1,0 +1,174 @@
+"""Blocks are offered to other prompts when their step is scheduled, and taken back if it fails."""
+
+from array import array
+
+import pytest
+
+from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+PREFIX = list(range(100, 100 + 5 * BLOCK_SIZE))
+
+
+def make_scheduler(num_blocks: int = 200, budget: int = 1000, **options: int) -> Scheduler:
+    manager = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True)
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": budget, "stop_token_ids": ()}
+    return Scheduler(manager, **(sizes | options))  # type: ignore[arg-type]
+
+
+def add(scheduler: Scheduler, seq_id: int, prompt: list[int], max_tokens: int = 8) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    seq = Sequence(seq_id, array("q", prompt), params, max_model_len=512, seed=0)
+    scheduler.add(seq)
+    return seq
+
+
+def schedule(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    return batch
+
+
+def complete(scheduler: Scheduler, batch: ScheduledBatch) -> None:
+    scheduler.postprocess(batch, [7] * len(batch.sampled_seq_ids))
+
+
+@pytest.mark.parametrize("num_own", [1, 2, BLOCK_SIZE, 6])
+@pytest.mark.parametrize("budget", [1000, 30, 7])
+def test_prompts_that_arrive_together_compute_a_shared_prefix_once(
+    num_own: int, budget: int
+) -> None:
+    """Also if the prefix takes several steps: later prompts wait until it is scheduled."""
+    scheduler, num_prompts = make_scheduler(budget=budget), 16
+    for seq_id in range(num_prompts):
+        add(scheduler, seq_id, PREFIX + [seq_id] * num_own)
+    batches = []
+    while scheduler.waiting:
+        batches.append(schedule(scheduler))
+    assert sum(batch.num_tokens for batch in batches) == len(PREFIX) + num_prompts * num_own
+    for batch in batches:
+        complete(scheduler, batch)
+
+
+def test_identical_prompts_compute_all_but_the_last_block_once() -> None:
+    scheduler = make_scheduler()
+    for seq_id in range(8):
+        add(scheduler, seq_id, PREFIX)
+    batch = schedule(scheduler)
+    assert [chunk.start for chunk in batch.chunks] == [0] + [len(PREFIX) - BLOCK_SIZE] * 7
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_step_that_fails_takes_back_what_it_had_offered(num_steps: int) -> None:
+    """And so do the steps launched after it; what an earlier one had offered stays."""
+    scheduler = make_scheduler(budget=3 * BLOCK_SIZE)
+    add(scheduler, 0, [*PREFIX[: 2 * BLOCK_SIZE], 1])
+    complete(scheduler, schedule(scheduler))
+    seqs = [add(scheduler, seq_id, [*PREFIX, seq_id]) for seq_id in (1, 2)]
+    for _ in range(num_steps):
+        schedule(scheduler)
+    scheduler.recover()
+    scheduler.block_manager.check_integrity(seqs)
+    scheduler.abort([0])
+    batch = schedule(scheduler)
+    assert batch.chunks[0].start == 2 * BLOCK_SIZE, "only the completed step's blocks are found"
+
+
+def test_what_an_aborted_request_had_offered_is_taken_back_too() -> None:
+    """Its blocks are free by then, and would be found."""
+    scheduler = make_scheduler()
+    add(scheduler, 0, [*PREFIX, 1])
+    schedule(scheduler)
+    scheduler.abort([0])
+    scheduler.recover()
+    scheduler.block_manager.check_integrity([])
+    add(scheduler, 1, [*PREFIX, 2])
+    assert schedule(scheduler).chunks[0].start == 0
+
+
+def test_an_abort_of_a_launched_request_leaves_its_offer() -> None:
+    """Its step runs all the same, before that of whoever finds the blocks."""
+    scheduler = make_scheduler()
+    add(scheduler, 0, [*PREFIX, 1])
+    batch = schedule(scheduler)
+    scheduler.abort([0])
+    add(scheduler, 1, [*PREFIX, 2])
+    assert schedule(scheduler).chunks[0].start == len(PREFIX)
+    complete(scheduler, batch)
+
+
+def published_pair(manager: BlockManager) -> tuple[Sequence, Sequence]:
+    """Two sequences that have computed the same prompt, each in blocks of its own."""
+    params = SamplingParams()
+    first, second = (
+        Sequence(i, array("q", [*PREFIX, 1]), params, max_model_len=99, seed=0) for i in range(2)
+    )
+    for seq in (first, second):  # both admitted before either is published
+        assert manager.allocate(seq)
+    for seq in (first, second):
+        manager.publish(seq, len(PREFIX))
+    return first, second
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_evicting_one_of_two_twins_leaves_the_other_to_be_found(first_to_go: int) -> None:
+    manager = BlockManager(12, BLOCK_SIZE, enable_prefix_caching=True)
+    pair = published_pair(manager)
+    gone, kept = pair[first_to_go], pair[1 - first_to_go]
+    num_held = len(gone.block_table)
+    manager.free(gone)
+    other = Sequence(2, array("q", range(4 * num_held)), SamplingParams(), max_model_len=99, seed=0)
+    assert manager.allocate(other), "it takes all the blocks that were freed"
+    manager.check_integrity([kept, other])
+    manager.free(other)
+    late = Sequence(3, array("q", [*PREFIX, 2]), SamplingParams(), max_model_len=99, seed=0)
+    assert manager.allocate(late)
+    assert late.block_table[:5] == kept.block_table[:5]
+
+
+def test_running_sequences_keep_a_reserve_when_another_is_admitted() -> None:
+    scheduler = make_scheduler(num_blocks=10, reserved_tokens=3 * BLOCK_SIZE)
+    for seq_id in range(3):
+        add(scheduler, seq_id, [seq_id] * (2 * BLOCK_SIZE))
+    assert schedule(scheduler).seq_ids == [0, 1], "the third would leave 4 of 6 reserved blocks"
+
+
+def test_a_reserve_saves_preemptions_in_a_tight_pool() -> None:
+    counts = []
+    for reserved_tokens in (0, 32):
+        scheduler = make_scheduler(num_blocks=100, reserved_tokens=reserved_tokens)
+        for seq_id in range(60):
+            add(scheduler, seq_id, [seq_id] * (20 + seq_id % 7), max_tokens=20 + seq_id * 11 % 80)
+        while not scheduler.is_finished():
+            complete(scheduler, schedule(scheduler))
+        counts.append(scheduler.num_preemptions)
+    assert 2 * counts[1] < counts[0], counts
+
+
+def test_the_reserve_is_waived_when_nothing_runs() -> None:
+    scheduler = make_scheduler(num_blocks=10, reserved_tokens=1000)
+    add(scheduler, 0, [1] * 40)
+    assert schedule(scheduler).seq_ids == [0]
+
+
+def test_a_blocked_head_is_looked_up_again_only_when_blocks_were_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler(num_blocks=12)
+    short = add(scheduler, 0, [1] * 9, max_tokens=6)
+    long = add(scheduler, 1, [2] * 40, max_tokens=2)
+    lookups: list[int] = []
+    find = scheduler.block_manager._find_cached_blocks
+    monkeypatch.setattr(
+        scheduler.block_manager,
+        "_find_cached_blocks",
+        lambda seq: lookups.append(seq.seq_id) or find(seq),
+    )
+    while short.finish_reason is None:
+        complete(scheduler, schedule(scheduler))
+    assert lookups == [0, 1], "once each, however many steps the short one took"
+    assert schedule(scheduler).seq_ids == [long.seq_id]
