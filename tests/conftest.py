@@ -1,6 +1,6 @@
-"""Fixtures, and who runs what when: tests are spread over processes, which share the GPU.
+"""Provides fixtures, and spreads the tests over processes that share the GPU.
 
-One thread per process: two spinning threads on two cores collapse.
+Torch computes with one thread per process, because two spinning threads are very slow on two cores.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # runs the kernels on CPU tensors
 
 from nanovllm.config import Config
 from nanovllm.utils import peer_memory
@@ -26,21 +26,23 @@ from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.helpers.gpu_turns import GPUTurns
 
 MAX_WORKERS = 8
-GPU_BYTES_OF_WORKER = 6 * 2**30  # its context, kernels and small engines, with room
-MAX_POOL_TOKENS = 2**16  # by default, of an engine on a GPU that other processes use, too
+GPU_BYTES_OF_WORKER = 6 * 2**30  # covers its context, kernels and small engines, with some to spare
+MAX_POOL_TOKENS = 2**16  # of an engine on a GPU whose test does not size the pool
 
-# A background job starts with Ctrl-C ignored; the tests of Ctrl-C need it.
+# A background job starts with SIGINT ignored, but the tests of Ctrl-C need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spreads the suite over processes if pytest-xdist is there and nothing speaks against it."""
+    """Spreads a run of whole folders over processes if pytest-xdist is installed and no option
+    rules that out."""
     option = config.option
     is_worker = hasattr(config, "workerinput")
     if is_worker or getattr(option, "numprocesses", 0) is not None:
-        return  # or there is no pytest-xdist, or `-n` is given
-    has_folders = any(Path(arg).is_dir() for arg in config.args)  # single files begin sooner so
+        return  # pytest-xdist is not installed, or `-n` is given
+    # Single files start sooner in one process.
+    has_folders = any(Path(arg).is_dir() for arg in config.args)
     wants_terminal = option.usepdb or option.capture == "no"
     if has_folders and not (wants_terminal or option.keyword or option.collectonly):
         option.numprocesses = num_workers()
@@ -48,8 +50,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def num_workers() -> int:
-    """Two cores for a process, as some tests have several ranks; two processes on two cores still
-    gain a fourth. 0 where one process is all that fits."""
+    """Returns how many processes to spread the tests over, or 0 if only one fits.
+
+    Each process gets two cores, because some tests run several ranks. On two cores, two processes
+    are still a quarter faster than one.
+    """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     num = min(max((num_cores or 1) // 2, 2), num_cores or 1, MAX_WORKERS)
     if torch.cuda.is_available():
@@ -59,9 +64,10 @@ def num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps a file's tests, which share its fixtures, in one process.
+    """Keeps the tests of a file, which share fixtures, in one process.
 
-    Tests of kernels and those that start scripts share nothing; they go to whoever is free.
+    The tests of kernels and those that start scripts share no fixtures, so any idle process runs
+    them.
     """
     if config.option.dist != "loadfile":
         return None
@@ -90,8 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_pools() -> Iterator[None]:
-    """Gives engines on a GPU that name neither blocks nor a share a pool for few requests: left to
-    themselves they take nine tenths of a GPU that other processes use, too."""
+    """Gives an engine on a GPU a small K/V pool unless the test sets the number of blocks or the
+    share of memory: by default the engine would take nine tenths of a GPU that other processes use
+    too."""
     from_kwargs = Config.from_kwargs
 
     def with_small_pool(model: str, **kwargs: Any) -> Config:
@@ -111,13 +118,13 @@ def small_pools() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied fp32 Qwen3 of 512 ids with a tokenizer."""
+    """Returns a tied fp32 Qwen3 checkpoint with a vocabulary of 512 ids and a tokenizer."""
     return make_checkpoint(tmp_path_factory.mktemp("tiny-qwen3"))
 
 
 @pytest.fixture(scope="session")
 def ragged_prompts() -> list[list[int]]:
-    """32 prompts of 1 to 90 ids, some sharing a prefix of 40."""
+    """Returns 32 prompts of 1 to 90 ids, 8 of which share a prefix of 40."""
     rng = random.Random(0)
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, 90))] for _ in range(24)]
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(40)]
@@ -126,5 +133,6 @@ def ragged_prompts() -> list[list[int]]:
 
 @pytest.fixture
 def no_peer_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs without NVLink: if rank 0 cannot, none does. NCCL is in the graphs then."""
+    """Makes rank 0 find no direct links, as on GPUs without NVLink: then no rank uses peer memory,
+    and the CUDA graphs contain NCCL's collectives."""
     monkeypatch.setattr(peer_memory, "_has_direct_links", lambda *_: False)

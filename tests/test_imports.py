@@ -1,4 +1,5 @@
-"""Imports point one way, and heavy ones stay where they belong; read from the source."""
+"""Tests, on the source, that imports point one way and that only certain files import heavy
+packages."""
 
 import ast
 import subprocess
@@ -12,7 +13,7 @@ from tests.helpers.faults import STARTING
 
 MODULES = sorted((ROOT / "nanovllm").rglob("*.py"))
 LEAVES = {"config", "outputs", "sampling_params"}
-# Part of the package -> the parts it may import, itself apart.
+# Part of the package -> the other parts that it may import.
 ALLOWED = {
     "utils": {"sampling_params"},
     "kernels": {"utils"},
@@ -42,7 +43,7 @@ def name_of(module: Path) -> str:
 
 
 def imports_of(source: str) -> set[str]:
-    """Dotted names of everything imported anywhere in `source`, functions included."""
+    """Returns the dotted names of everything that `source` imports, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -60,7 +61,7 @@ def is_under(name: str, package: str) -> bool:
 
 
 def breaches(module: str, source: str) -> list[str]:
-    """Imports of `source` that a file of that name may not have."""
+    """Returns the imports of `source` that the file `module` may not have."""
     own = module.removesuffix(".py").split("/")[0]
     found = []
     for name in sorted(imports_of(source)):
@@ -116,7 +117,8 @@ for name in sys.argv[1:]:
 
 
 def test_imports_without_triton_and_flash_attn() -> None:
-    """All but the files that exist for these packages, which are imported on demand."""
+    """All files can be imported except those that exist for these packages, which are imported on
+    demand."""
     homes = CONFINED["triton"] + CONFINED["flash_attn"]
     paths = [name_of(module) for module in MODULES if not name_of(module).startswith(homes)]
     names = [f"nanovllm.{path.removesuffix('.py').replace('/', '.')}" for path in paths]

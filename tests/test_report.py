@@ -1,4 +1,4 @@
-"""`python -m nanovllm.report`, and what the package says of itself."""
+"""Tests `python -m nanovllm.report`, and the package's metadata."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests that run at the same time leave each other room, as conftest.py sees to."""
+"""Tests that test processes leave each other room on the GPU, as conftest.py arranges."""
 
 import time
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_who_is_to_be_alone_waits_for_all_and_is_not_overtaken(tmp_path: Path) -
     lonely_thread.join(SOON)
     time.sleep(0.2)
     assert order == ["first", "second", "again", "alone"]
-    lonely.take(alone=True)  # it still is
+    lonely.take(alone=True)  # returns at once, because it still holds the lock
     lonely.release()
     late_thread.join(SOON)
     assert order[-1] == "late"

@@ -1,4 +1,4 @@
-"""What bench.py measures beside throughput, and the scripts in benchmarks/."""
+"""Tests what bench.py measures beside throughput, and the scripts in benchmarks/."""
 
 import gzip
 import json
@@ -49,12 +49,13 @@ def test_floor_counts_what_the_steps_read_and_compute() -> None:
     shape = Shape(2, 8, 4, 2, 4, 16, 32, itemsize=4)
     lengths = [(3, 4), (2, 1), (1, 2)]
     least = floor(shape, lengths, Rates(bandwidth=1, flops=1), max_num_seqs=8)
-    kv_per_token = 2 * 2 * 2 * 4 * 4  # layers, K and V, heads, head_dim, bytes
+    kv_per_token = 2 * 2 * 2 * 4 * 4  # layers, K and V, heads, head_dim, bytes per number
     assert least.kv_bytes == (4 + 5 + 6 + 2) * kv_per_token
     per_layer = 8 * (4 + 2 + 2) * 4 + (4 * 4) * 8 + 3 * 8 * 16
     assert least.weight_bytes == 3 * (2 * per_layer + 8 * 32) * 4
     queries_times_keys = (1 + 2 + 3) + (1 + 2) + 1
-    attention = 2 * 2 * queries_times_keys * 4 * 4 * 2  # scores and values; heads, dim, layers
+    # For scores and for values: 2 flops per head, dimension and layer.
+    attention = 2 * 2 * queries_times_keys * 4 * 4 * 2
     assert least.prefill_flops == 2 * (2 * per_layer * 6 + 8 * 32 * 3) + attention
     assert least.seconds == least.kv_bytes + least.weight_bytes + least.prefill_flops
 
@@ -65,8 +66,8 @@ def test_floor_counts_what_the_steps_read_and_compute() -> None:
         ([5, 3, 8], 3, 7),
         ([5, 3, 8], 99, 7),
         ([3, 3, 3], 1, 6),
-        ([5, 2, 4], 2, 4),  # the third takes the row of the second
-        ([1, 1], 1, 0),  # the prefill gives the first token
+        ([5, 2, 4], 2, 4),  # the third sequence takes the row of the second
+        ([1, 1], 1, 0),  # the prefill samples the only token
     ],
 )
 def test_decode_steps(output_lens: list[int], max_num_seqs: int, expected: int) -> None:
@@ -168,7 +169,7 @@ def test_bench_measures_all_it_can(
 
 
 def own_kernels() -> list[str]:
-    """The names of the package's Triton kernels, by which profilers list them."""
+    """Returns the names of the package's Triton kernels, as profilers list them."""
     paths = (ROOT / "nanovllm" / "kernels").glob("*.py")
     source = "\n".join(path.read_text() for path in paths)
     return re.findall(r"^def (_\w+_kernel)\(", source, re.M)
@@ -196,17 +197,18 @@ def test_bench_needs_a_directory_for_its_files(
 
 
 def test_the_hosts_work_grows_with_neither_queue_nor_pool() -> None:
-    """Work in proportion to either would give ratios of thousands."""
+    """If the host's work per step were proportional to the queue or the pool, it would take
+    thousands of times as long."""
     sizes = [(10, growth.SMALL_POOL), (20_000, growth.SMALL_POOL), (10, growth.HUGE_POOL)]
     loops = [growth.HostLoop(*size) for size in sizes]
-    # Medians of rounds in turns: what else the machine does falls on all.
+    # The loops take turns and medians are compared, so that other load on the machine affects all.
     few, long_queue, huge_pool = growth.step_seconds(loops, num_rounds=20)
     assert long_queue < 20 * few
     assert huge_pool < 20 * few
 
 
 def test_queueing_a_prompt_is_cheap() -> None:
-    """It takes a few times as long as a loop over its ids, on whatever machine."""
+    """Queueing a prompt takes a few times as long as a loop over its ids, whatever the machine."""
     times = timeit.repeat("[i + 1 for i in ids]", globals={"ids": list(range(500))}, number=100)
     _, typical = growth.add_request_seconds(2_000, num_batches=20)
     assert typical < 30 * median(times) / 100

@@ -1,4 +1,4 @@
-"""The benchmark beside Hugging Face, from end to end."""
+"""Runs the benchmark that compares the engine with Hugging Face on the CPU from end to end."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The figure of README: drawn from results that compare with the peers', refused for others."""
+"""Tests that README's figure is drawn from comparable results and refused for any others."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -37,7 +37,7 @@ def test_figure_draws_a_bar_each(tmp_path: Path) -> None:
     assert "13.0k74% of the limit" in texts, "without a floor of its own, the known one"
     assert "35.0k" in texts
     widths = [float(r.get("width", "")) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
-    bars = widths[1:8]  # after the background: high and low of each, then the limit
+    bars = widths[1:8]  # without the background: high and low of each engine, then the limit
     assert bars[4] / bars[5] == pytest.approx(26 / 25, rel=1e-2)
     assert bars[6] == max(bars)
 

@@ -1,4 +1,4 @@
-"""Paged K/V bookkeeping: prefix cache, order of reuse, growth, and what a call may cost."""
+"""Tests the block manager: prefix cache, order of reuse, growth, and the cost of a call."""
 
 import copy
 from array import array
@@ -25,21 +25,21 @@ def make_seq(token_ids: list[int]) -> Sequence:
 
 
 def admit(manager: BlockManager, token_ids: list[int]) -> Sequence:
-    """A sequence that holds its blocks; nothing of it is computed."""
+    """Returns a new sequence that holds its blocks and has not computed any token yet."""
     seq = make_seq(token_ids)
     assert manager.allocate(seq)
     return seq
 
 
 def serve(manager: BlockManager, token_ids: list[int]) -> Sequence:
-    """A sequence that holds its blocks, all of them computed and published."""
+    """Returns a sequence that holds its blocks, all of them computed and published."""
     seq = admit(manager, token_ids)
     manager.publish(seq, len(token_ids))
     return seq
 
 
 def serve_and_free(manager: BlockManager, token_ids: list[int]) -> list[int]:
-    """The blocks that such a sequence leaves."""
+    """Computes, publishes and frees the blocks of a sequence, and returns their ids."""
     seq = serve(manager, token_ids)
     block_table = seq.block_table
     manager.free(seq)
@@ -47,12 +47,12 @@ def serve_and_free(manager: BlockManager, token_ids: list[int]) -> list[int]:
 
 
 def tokens(first: int, num_blocks: int, num_more: int = 1) -> list[int]:
-    """Distinct ids from `first` on: so many full blocks and some more."""
+    """Returns distinct ids from `first` on, which fill `num_blocks` blocks and `num_more` slots."""
     return list(range(first, first + num_blocks * BS + num_more))
 
 
 def num_hits(manager: BlockManager, token_ids: list[int]) -> int:
-    """Blocks that a prompt would find; the blocks stay free, most recently freed."""
+    """Counts the cached blocks that a prompt finds, and leaves them free, most recently freed."""
     seq = admit(manager, token_ids)
     manager.free(seq)
     return seq.num_computed_tokens // BS
@@ -116,7 +116,7 @@ def test_a_block_is_needed_when_blocks_needed_exceed_blocks_held(
     seq = admit(manager, tokens(0, 0, num_tokens))
     assert len(seq.block_table) == num_blocks
     assert not manager.needs_block(seq)
-    seq.num_tokens += 1  # sampled by the prefill, computed by the first decode
+    seq.num_tokens += 1  # the prefill samples this token, the first decode computes it
     assert manager.needs_block(seq) == needs
 
 
@@ -126,13 +126,14 @@ def test_reuse_takes_the_least_recently_freed_and_tails_before_prefixes() -> Non
     second = serve_and_free(manager, tokens(100, 2))
     assert first == [0, 1, 2]
     assert second == [2, 3, 4], "nothing can be found in the block of a last token"
-    seq = admit(manager, tokens(200, 6))  # blocks that were never used come before what can be
+    seq = admit(manager, tokens(200, 6))  # unused blocks are taken before cached ones
     assert seq.block_table == [4, 5, 6, 1, 0, 3, 2]
     manager.check_integrity([seq])
 
 
 def test_blocks_with_nothing_to_find_are_reused_at_once() -> None:
-    """The last freed first: its memory is warm. An untouched one has to be mapped first."""
+    """The block that was freed last is reused first because its memory is warm, whereas the memory
+    of a block that was never used has yet to be mapped."""
     manager = BlockManager(100, BS, enable_prefix_caching=False)
     for _ in range(3):
         assert serve_and_free(manager, tokens(0, 3)) == [0, 1, 2, 3]
@@ -165,11 +166,11 @@ def test_reuse_drops_a_hash_if_the_entry_points_at_that_block() -> None:
 def test_reuse_keeps_a_hash_if_the_entry_points_at_a_twin() -> None:
     manager = make_manager(4)
     twins = [admit(manager, tokens(0, 1)) for _ in range(2)]
-    for seq in twins:  # the second one's entry replaces the first one's
+    for seq in twins:  # the second sequence's entry replaces the first one's
         manager.publish(seq, BS)
     for seq in twins:
         manager.free(seq)
-    manager.free(admit(manager, tokens(100, 1)))  # takes the blocks of the first
+    manager.free(admit(manager, tokens(100, 1)))  # takes the blocks of the first sequence
     assert num_hits(manager, tokens(0, 1)) == 1
     manager.check_integrity([])
 
@@ -187,7 +188,7 @@ def test_admission_that_does_not_fit_changes_nothing() -> None:
     manager = make_manager(5)
     serve_and_free(manager, tokens(0, 2))
     holder = serve(manager, tokens(100, 1))
-    seq = make_seq(tokens(0, 3))  # two revived and two new blocks; three are free
+    seq = make_seq(tokens(0, 3))  # needs two cached and two new blocks, but three are free
     before = copy.deepcopy(vars(manager))
     assert not manager.allocate(seq)
     assert vars(manager) == before
@@ -222,7 +223,7 @@ def test_a_hash_chain_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(manager.allocate(seq) for _ in range(5))
     assert counted.call_count == 3
     manager.free(holder)
-    for _ in range(2):  # preempted after the first time: its ids stay known
+    for _ in range(2):  # the second round is a preemption: the hashes of its blocks are kept
         assert manager.allocate(seq)
         manager.publish(seq, len(seq.token_ids))
         manager.free(seq)
@@ -241,7 +242,7 @@ def test_a_hit_needs_the_same_tokens_all_the_way(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(block_manager, "chain_hash", lambda previous, token_ids: token_ids[-1])
     manager = make_manager(100)
     serve_and_free(manager, [1, 1, 1, 0, 5, 5, 5, 5, 0])
-    serve_and_free(manager, [2, 2, 2, 0, 0])  # its hash is that of the first block above
+    serve_and_free(manager, [2, 2, 2, 0, 0])  # collides with the hash of the first block above
     assert num_hits(manager, [2, 2, 2, 0, 5, 5, 5, 5, 0]) == 1
 
 

@@ -1,4 +1,4 @@
-"""All kernels are compiled by the time that an engine has been made, some of them side by side."""
+"""Tests that constructing an engine compiles all its kernels, some of them in parallel."""
 
 import subprocess
 import sys
@@ -116,14 +116,14 @@ sys.exit("\\n".join(compiled) or 0)
     [
         ("graphs", 4, 2, 64),
         ("graphs", 4, 2, 128),
-        ("graphs", 48, 48, 128),  # enough for every launch of decode attention
+        ("graphs", 48, 48, 128),  # enough heads for every launch of decode attention
         ("eager", 48, 48, 128),
     ],
 )
 def test_nothing_is_compiled_after_construction(
     mode: str, heads: int, kv_heads: int, head_dim: int, tmp_path: Path
 ) -> None:
-    """In a process of its own, in which no other test has compiled anything."""
+    """The engine runs in a process of its own, in which no other test has compiled anything."""
     checkpoint = make_checkpoint(
         tmp_path,
         num_attention_heads=heads,

@@ -1,4 +1,4 @@
-"""Ranks that die, fail or hang: a clear error in time, and nothing stays behind."""
+"""Tests that ranks that die, fail or hang cause a clear error in time and leave nothing behind."""
 
 import copy
 import gc
@@ -44,7 +44,8 @@ def expected(tiny_qwen3: Path) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No worker, no temporary directory (shared memory has no name)."""
+    """Checks after each test that no worker and no temporary directory is left. Shared memory has
+    no name, so it cannot be left."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield
     gc.collect()
@@ -53,7 +54,7 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def check_dead(llm: LLM) -> None:
-    """The next use says so, at once, and the engine holds nothing."""
+    """Checks that the next use of the engine raises the error at once and that it holds nothing."""
     with takes_less_than(SOON), pytest.raises(RankDiedError, match="make a new LLM"):
         greedy_ids(llm, PROMPTS, NUM_TOKENS)
     assert parts(llm) == (None, [])
@@ -78,7 +79,8 @@ def test_worker_killed_in_a_step_and_a_new_engine(
 def test_failure_that_shows_when_ids_are_read(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, where a launch waits for nobody."""
+    """The failure shows when the ids are read, as on GPUs, where a launch does not wait for its
+    peers."""
     llm = make_ranks(tiny_qwen3)
     (worker,) = parts(llm)[1]
 
@@ -104,7 +106,7 @@ def test_worker_killed_while_idle(tiny_qwen3: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victims", [[3], [2, 3]])
 def test_the_rank_that_died_first_is_named(victims: list[int], tiny_qwen3: Path) -> None:
-    """The others end too, for want of it."""
+    """The other ranks end too, because they have lost a peer, but the error does not name them."""
     llm = make_ranks(tiny_qwen3, 4)
     runner, others = parts(llm)
     at_call(runner.model, 3, lambda: [kill(others[rank - 1]) for rank in victims])
@@ -124,7 +126,7 @@ def test_worker_that_raises(tiny_qwen3: Path) -> None:
 def test_worker_killed_between_hello_and_meeting(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not there to be met, so the wait must notice."""
+    """The killed worker never connects, so rank 0's wait for it has to notice its end."""
     connect = Workers._connect
 
     def kill_first(self: Workers, config: Config, store_file: str) -> TPGroup:
@@ -140,7 +142,8 @@ def test_worker_killed_between_hello_and_meeting(
 def test_worker_that_cannot_load(
     tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 could: the file is broken where the worker looks."""
+    """Only the worker fails to load: it reads a broken copy of the checkpoint, rank 0 the intact
+    one."""
     broken = Path(shutil.copytree(tiny_qwen3, tmp_path / "broken"))
     (broken / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     start = Workers.start
@@ -174,7 +177,8 @@ def test_rank_0_fails_to_load(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch)
 def test_exit_with_a_worker_that_is_stopped(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even with a ring that is full of what it has not read."""
+    """The engine exits in time even if the ring is full of messages that the worker has not
+    read."""
     monkeypatch.setattr(workers, "EXIT_SECONDS", 2.0)
     llm = make_ranks(tiny_qwen3)
     kill(parts(llm)[1][0], signal.SIGSTOP)

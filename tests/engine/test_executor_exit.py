@@ -1,4 +1,4 @@
-"""In what order the parts of an executor end, whatever some of them raise."""
+"""Tests the order in which an executor ends its parts, also if ending one of them raises."""
 
 from pathlib import Path
 
@@ -18,7 +18,8 @@ GENTLY = ["graphs", *PARTS]
 
 
 class Ends:
-    """Stands for workers, runner and links, and notes the order of their ends; one may fail."""
+    """Stands in for workers, runner and links, and records the order in which they are ended.
+    Ending one of them may raise."""
 
     num_blocks = 1
 
@@ -73,7 +74,8 @@ def parallel(tiny_qwen3: Path, ends: Ends) -> TensorParallelExecutor:
 def test_graphs_end_before_the_workers_then_the_runner_then_the_links(
     tiny_qwen3: Path, ends: Ends
 ) -> None:
-    """So NCCL does not wait for graphs, nor the runner for a peer; without exit() neither."""
+    """In this order NCCL does not wait for graphs, nor the runner for a peer. It is the same if the
+    executor is deleted without exit()."""
     config = Config(str(tiny_qwen3), device="cpu", tensor_parallel_size=2)
     parallel = TensorParallelExecutor(config)
     del parallel

@@ -1,4 +1,5 @@
-"""Two ranks on two GPUs that die, fail or end: in time, with a clear error, and all memory free."""
+"""Tests that two ranks on two GPUs that die, fail or exit do so in time, with a clear error, and
+free all their memory."""
 
 import gc
 import os
@@ -52,11 +53,12 @@ def free_bytes() -> list[int]:
 def test_end_without_exit_does_not_wait_for_nccl(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends once the graphs that hold it have gone; a wait for it would take the patched time."""
+    """NCCL ends once the graphs that contain it are gone. If the engine waited for it instead,
+    deleting it would take as long as the patched time limit."""
     monkeypatch.setattr(workers, "EXIT_SECONDS", 2 * SOON)
     monkeypatch.setattr(gpu_links, "CLOSE_SECONDS", 2 * SOON)
     frees = []
-    for _ in range(2):  # the first leaves libraries in memory
+    for _ in range(2):  # the first engine loads libraries that stay in memory
         llm = make_pair(tiny_qwen3)
         greedy_ids(llm, LONG, NUM_TOKENS)
         with takes_less_than(SOON):
@@ -90,7 +92,7 @@ def test_script_without_exit_does_not_wait_for_nccl(tiny_qwen3: Path) -> None:
 
 
 def kill_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills the worker in front of the `number`-th step from now."""
+    """Kills the worker just before the `number`-th step from now."""
     step, calls, pid = llm._step, list[int](), parts(llm)[1][0].process.pid
 
     def killing_step() -> object:
@@ -103,7 +105,7 @@ def kill_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def check_killed(llm: LLM, before: list[int]) -> None:
-    """That generating fails in time, and leaves nothing behind."""
+    """Checks that generating fails in time and leaves no process and no GPU memory behind."""
     killed = pytest.raises(RankDiedError, match=r"rank 1 ended with exit code -9")
     with takes_less_than(SOON), killed:
         greedy_ids(llm, LONG, 100)
@@ -133,7 +135,8 @@ def test_worker_killed_in_decode_and_a_new_engine(
 def test_worker_killed_in_prefill(
     has_peer_memory: bool, tiny_qwen3: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Rank 0 is about to launch it, and waits in a sum then."""
+    """The worker dies just before rank 0 launches the prefill, so rank 0 waits for it in an
+    all-reduce."""
     if not has_peer_memory:
         request.getfixturevalue("no_peer_memory")
     before = free_bytes()
@@ -165,7 +168,7 @@ def test_rank_0_fails_in_a_step(tiny_qwen3: Path) -> None:
 def test_the_fullest_gpu_counts_and_exit_gives_everything_back(tiny_qwen3: Path) -> None:
     config = {"gpu_memory_utilization": 0.1, "num_kvcache_blocks": -1, "kvcache_block_size": 256}
     frees, num_blocks = [], []
-    for left in (1.0, 0.05):  # of the second GPU
+    for left in (1.0, 0.05):  # the fraction of the second GPU that is left free
         free, total = torch.cuda.mem_get_info(1)
         num_bytes = max(int(free - left * total), 0)
         ballast = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:1")

@@ -1,4 +1,5 @@
-"""The ring between processes: nothing is lost, torn, reordered or overwritten, whoever is slow."""
+"""Tests that the ring between processes loses, tears, reorders and overwrites nothing, whether the
+sender or a receiver is slow."""
 
 import hashlib
 import os
@@ -15,15 +16,15 @@ import pytest
 from nanovllm.engine.ipc import NUM_SLOTS, SLOT_BYTES, SLOT_HEADER_BYTES, Channel, Receiver, Sender
 from tests.helpers.faults import SOON, STARTING
 
-NUM, ROOM = 4, 64  # slots, and payload bytes in each
+NUM, ROOM = 4, 64  # slots, and payload bytes in each slot
 
 
 class StopWaitingError(Exception):
-    """What a check raises here."""
+    """Is raised by the tests' check to end a wait."""
 
 
 def patient() -> None:
-    """A check that lets it wait."""
+    """Lets a wait go on, when it is passed as the check."""
 
 
 def give_up() -> None:
@@ -36,15 +37,15 @@ def small_sender(num_receivers: int) -> Sender:
 
 @pytest.fixture
 def sender() -> Iterator[Sender]:
-    """For one receiver."""
+    """Provides a sender for one receiver."""
     sender = small_sender(1)
     yield sender
     sender.close()
 
 
 def receive_all(channel: Channel, index: int, count: int, pause: float, pipe: Connection) -> None:
-    """A receiver's process: begins when told, pauses after each message; sends back what it got, or
-    the digests of large messages."""
+    """Runs in a receiver's process: starts when it is told to, pauses after each message, and sends
+    back the messages, the large ones as digests."""
     receiver = Receiver(channel, index)
     pipe.send("there")
     pipe.recv()
@@ -64,8 +65,9 @@ def digest(message: bytes) -> bytes:
 def receivers(
     sender: Sender, count: int, pauses: list[float], method: str = "fork", may_begin: bool = True
 ) -> Iterator[list[Connection]]:
-    """Processes that receive `count` messages each, once something is sent through their pipes
-    unless they `may_begin`; their results come through the pipes."""
+    """Starts a process per pause that receives `count` messages and returns them through its pipe.
+    Unless `may_begin`, each process starts to receive only after something is sent through its
+    pipe."""
     context = get_context(method)
     processes, pipes = [], []
     for index, pause in enumerate(pauses):
@@ -95,7 +97,8 @@ def result(pipe: Connection) -> list[bytes]:
 
 
 def messages_of_all_sizes() -> list[bytes]:
-    """Around the sizes of a slot and of all slots, empty ones included, in random order."""
+    """Returns messages in random order whose sizes are around those of one slot and of all slots,
+    with empty ones among them."""
     sizes = [0, 1, ROOM - 1, ROOM, ROOM + 1, 2 * ROOM, NUM * ROOM, NUM * ROOM + 1, 9 * NUM * ROOM]
     rng = random.Random(0)
     return [rng.randbytes(size) for size in rng.sample(sizes * 6, 6 * len(sizes))]
@@ -124,7 +127,8 @@ def test_spawned_receiver_and_messages_larger_than_the_whole_segment() -> None:
 
 
 def test_commands_in_a_row_wait_for_a_sleeping_receiver(sender: Sender) -> None:
-    """Nothing unread is overwritten: the sender waits, and only once the ring is full."""
+    """The sender waits once the ring is full, and not before, so it overwrites no unread
+    message."""
     messages = [f"command {i}".encode() for i in range(3000)]
     with receivers(sender, len(messages), [0], may_begin=False) as (pipe,):
         for message in messages[:NUM]:
@@ -152,7 +156,7 @@ def test_two_channels_at_once() -> None:
 
 
 def test_random_interleaving_in_one_process(sender: Sender) -> None:
-    """Against a list as the model; a check that raises leaves the channel usable."""
+    """The ring behaves as a list does, and stays usable after a check has raised."""
     rng = random.Random(2)
     receiver = Receiver(sender.channel, 0)
     unread: list[bytes] = []
@@ -191,7 +195,8 @@ def test_check_ends_a_wait(sender: Sender) -> None:
 
 
 def test_memory_has_no_name_and_ends_with_its_users() -> None:
-    """So there is nothing to leave behind, and nobody else can open it."""
+    """Because the shared memory has no name, it cannot be left behind and no other process can open
+    it."""
     sender = small_sender(1)
     receiver = Receiver(sender.channel, 0)
     fd = os.dup(sender.channel.fd)
@@ -211,7 +216,7 @@ def links(directory: Path) -> list[Path]:
 
 def test_close_after_an_interrupted_message(sender: Sender) -> None:
     receiver = Receiver(sender.channel, 0)
-    with pytest.raises(StopWaitingError) as kept:  # with the frames that were interrupted
+    with pytest.raises(StopWaitingError) as kept:  # keeps the interrupted frames alive
         sender.send(bytes(2 * NUM * ROOM), give_up)
     with pytest.raises(StopWaitingError):
         receiver.receive(give_up)

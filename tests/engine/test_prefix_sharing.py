@@ -1,4 +1,5 @@
-"""Blocks are offered to other prompts when their step is scheduled, and taken back if it fails."""
+"""Tests that blocks are offered to other prompts when their step is scheduled, and that the offer
+is taken back if the step fails."""
 
 from array import array
 
@@ -42,7 +43,8 @@ def complete(scheduler: Scheduler, batch: ScheduledBatch) -> None:
 def test_prompts_that_arrive_together_compute_a_shared_prefix_once(
     num_own: int, budget: int
 ) -> None:
-    """Also if the prefix takes several steps: later prompts wait until it is scheduled."""
+    """The prefix is computed once even if it takes several steps: later prompts wait until all of
+    it is scheduled."""
     scheduler, num_prompts = make_scheduler(budget=budget), 16
     for seq_id in range(num_prompts):
         add(scheduler, seq_id, PREFIX + [seq_id] * num_own)
@@ -64,7 +66,8 @@ def test_identical_prompts_compute_all_but_the_last_block_once() -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_step_that_fails_takes_back_what_it_had_offered(num_steps: int) -> None:
-    """And so do the steps launched after it; what an earlier one had offered stays."""
+    """The offers of the failed step and of the steps launched after it are taken back; those of an
+    earlier, completed step stay."""
     scheduler = make_scheduler(budget=3 * BLOCK_SIZE)
     add(scheduler, 0, [*PREFIX[: 2 * BLOCK_SIZE], 1])
     complete(scheduler, schedule(scheduler))
@@ -79,7 +82,7 @@ def test_a_step_that_fails_takes_back_what_it_had_offered(num_steps: int) -> Non
 
 
 def test_what_an_aborted_request_had_offered_is_taken_back_too() -> None:
-    """Its blocks are free by then, and would be found."""
+    """The blocks of the aborted request are free by then, so later prompts would find them."""
     scheduler = make_scheduler()
     add(scheduler, 0, [*PREFIX, 1])
     schedule(scheduler)
@@ -91,7 +94,8 @@ def test_what_an_aborted_request_had_offered_is_taken_back_too() -> None:
 
 
 def test_an_abort_of_a_launched_request_leaves_its_offer() -> None:
-    """Its step runs all the same, before that of whoever finds the blocks."""
+    """The launched step runs in spite of the abort, before the step of any request that finds its
+    blocks."""
     scheduler = make_scheduler()
     add(scheduler, 0, [*PREFIX, 1])
     batch = schedule(scheduler)
@@ -102,12 +106,13 @@ def test_an_abort_of_a_launched_request_leaves_its_offer() -> None:
 
 
 def published_pair(manager: BlockManager) -> tuple[Sequence, Sequence]:
-    """Two sequences that have computed the same prompt, each in blocks of its own."""
+    """Returns two sequences that have computed the same prompt, each in blocks of its own."""
     params = SamplingParams()
     first, second = (
         Sequence(i, array("q", [*PREFIX, 1]), params, max_model_len=99, seed=0) for i in range(2)
     )
-    for seq in (first, second):  # both admitted before either is published
+    # Both are admitted before either is published, so neither finds the other's blocks.
+    for seq in (first, second):
         assert manager.allocate(seq)
     for seq in (first, second):
         manager.publish(seq, len(PREFIX))

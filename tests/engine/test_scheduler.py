@@ -1,4 +1,4 @@
-"""The scheduler's rules one by one; sampled ids are made up."""
+"""Tests the scheduler's rules one by one, with made-up sampled ids."""
 
 from array import array
 
@@ -29,7 +29,7 @@ def make_scheduler(
 
 
 def add(scheduler: Scheduler, seq_id: int, num_tokens: int, max_tokens: int = 64) -> Sequence:
-    """Queues a prompt that shares no prefix with another's."""
+    """Queues a prompt that shares no prefix with any other prompt."""
     prompt = [1000 * (seq_id + 1) + i for i in range(num_tokens)]
     return add_prompt(scheduler, seq_id, prompt, max_tokens)
 
@@ -60,7 +60,7 @@ def step(scheduler: Scheduler) -> ScheduledBatch:
 
 
 def spans(batch: ScheduledBatch) -> list[tuple[int, int, int]]:
-    """(sequence id, start, end) of each chunk."""
+    """Returns (sequence id, start, end) of each chunk."""
     pairs = zip(batch.seq_ids, batch.chunks, strict=True)
     return [(i, chunk.start, chunk.start + len(chunk.token_ids)) for i, chunk in pairs]
 
@@ -78,7 +78,7 @@ def test_prefill_goes_first_in_order_of_arrival() -> None:
 
 
 def test_a_decode_step_has_the_longest_context_first() -> None:
-    """So that what a GPU starts last is short."""
+    """The longest contexts come first so that the programs that a GPU starts last are short."""
     scheduler = make_scheduler()
     for seq_id, num_tokens in enumerate((3, 9, 5, 9)):
         add(scheduler, seq_id, num_tokens)
@@ -136,7 +136,7 @@ def test_the_most_recently_admitted_is_preempted_and_resumes() -> None:
     seqs = [add(scheduler, seq_id, 4) for seq_id in range(3)]
     assert step(scheduler).seq_ids == [0, 1, 2]
     later = add(scheduler, 3, 24)
-    batch = step(scheduler)  # each needs a second block, two are left
+    batch = step(scheduler)  # each sequence needs a second block, but two are left
     assert batch.seq_ids == [0, 1]
     assert [growth.index for growth in batch.growth] == [1, 1]
     assert scheduler.num_preemptions == 1
@@ -226,7 +226,7 @@ def test_recover_starts_every_resident_afresh_in_order() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     seqs = [add(scheduler, 0, 4), add(scheduler, 1, 4), add(scheduler, 2, 9), add(scheduler, 3, 1)]
     complete(scheduler, schedule(scheduler))
-    schedule(scheduler)  # the last chunk of sequence 2, and sequence 3
+    schedule(scheduler)  # computes the last chunk of sequence 2, and sequence 3
     scheduler.recover()
     assert list(scheduler.waiting) == seqs
     assert scheduler.num_residents == 0

@@ -1,7 +1,7 @@
-"""Random schedules of scheduler and block manager against a simulated K/V store.
+"""Runs random schedules of scheduler and block manager against a simulated K/V store.
 
-Ids are delivered at once, or one step late as when the host runs one step behind the device. The
-cache is also tried with a hash that collides all the time.
+Sampled ids are delivered at once, or one step late, as when the host runs one step behind the
+device. Some runs use a hash for the prefix cache that collides all the time.
 """
 
 from array import array
@@ -23,13 +23,14 @@ from nanovllm.sampling_params import SamplingParams
 from tests.helpers.simulated_runner import NUM_IDS, STOP_IDS, Oracle, Runner, Step
 
 MAX_LEN = 40
-LAST_TICK = 40  # of what comes from outside: requests, aborts, failures
+LAST_TICK = 40  # at which requests arrive, are aborted, or steps fail
 STEMS = [[1] * MAX_LEN, [(7 * i * i + i // 3) % NUM_IDS for i in range(MAX_LEN)]]
 
 
 @dataclass(frozen=True)
 class Request:
-    """The prompt is the start of a stem, shared by others, and a tail. arrives, aborted: ticks."""
+    """Describes a request whose prompt is the start of a stem, which other requests share, and a
+    tail. `arrives` and `aborted` are ticks."""
 
     stem: int
     stem_len: int
@@ -43,7 +44,8 @@ class Request:
 
 @dataclass(frozen=True)
 class World:
-    """late: the ids of a step arrive after the next one is launched. failures: ticks."""
+    """Describes the engine's sizes and all requests of a run. If `late`, the ids of a step arrive
+    after the next step is launched. `failures` are ticks."""
 
     late: bool
     has_weak_hash: bool
@@ -59,19 +61,20 @@ class World:
 
     @property
     def max_steps(self) -> int:
-        """More steps are a livelock.
+        """Returns the largest number of steps that a run can need; a run with more is in a
+        livelock.
 
-        A step that samples nothing spends its whole budget on one prompt: fewer than `num_chunks`
-        of them per admission, which then ends in a sample, unless an abort (one per request) or a
-        failure cuts it short. Each sampled id is kept, dropped (one per request: the step in
-        flight when it ended) or lost (two steps per failure).
+        A step that samples nothing spends its whole budget on one prompt. An admission has fewer
+        than `num_chunks` such steps, and then ends in a sample, unless an abort (one per request)
+        or a failure cuts it short. Each sampled id is kept, dropped (one per request, by the step
+        in flight when it ended) or lost (two steps per failure).
         """
         num_chunks = -(-self.max_model_len // self.max_num_batched_tokens)
         num_kept = sum(request.max_tokens for request in self.requests)
         return num_chunks * (num_kept + 2 * len(self.requests) + 3 * len(self.failures))
 
 
-# A busy machine is no fault.
+# Examples are slow on a busy machine, so slowness is no failure.
 on_any_machine = partial(settings, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ticks = st.integers(0, LAST_TICK)
 requests = st.builds(
@@ -110,7 +113,7 @@ def weak_hash(previous: int, token_ids: list[int]) -> int:
 
 
 class Simulation:
-    """Runs one world to its end; a tick is one turn of the engine's loop."""
+    """Runs one world to its end. A tick is one iteration of the engine's loop."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -135,7 +138,7 @@ class Simulation:
         self.aborted: set[int] = set()
 
     def run(self) -> Counter[str]:
-        """Checks every property; returns how often what matters happened."""
+        """Checks every property in every tick, and counts how often the notable events happened."""
         chain_hash = weak_hash if self.world.has_weak_hash else block_manager.chain_hash
         with mock.patch.object(block_manager, "chain_hash", chain_hash):
             self._run()
@@ -143,7 +146,7 @@ class Simulation:
         return self.stats
 
     def _run(self) -> None:
-        # A tick launches a step, or completes one, or waits for what comes from outside.
+        # A tick launches a step, completes one, or waits for a request, an abort or a failure.
         for tick in range(2 * self.world.max_steps + LAST_TICK + 1):
             self._add_and_abort(tick)
             self._tick(tick in self.world.failures)

@@ -1,4 +1,4 @@
-"""Ranks do what rank 0 tells them: messages are (method, arguments)."""
+"""Tests that a rank does what rank 0's messages, each (method, arguments), tell it to do."""
 
 import pickle
 from typing import Any
@@ -8,7 +8,7 @@ from nanovllm.engine.worker_process import serve
 
 
 class Recorder:
-    """A runner that notes what it is asked to do."""
+    """Stands in for a runner, and records the methods that are called."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []

@@ -1,4 +1,4 @@
-"""What tests share: checkpoints, references, engines, and the paths of the project."""
+"""Holds what tests share: checkpoints, references, engines, and the paths of the project."""
 
 from pathlib import Path
 

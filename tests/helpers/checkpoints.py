@@ -1,4 +1,4 @@
-"""Tiny random checkpoints and a tokenizer, made on the spot: tests need no network."""
+"""Makes tiny random checkpoints and a tokenizer, so that the tests need no network."""
 
 import json
 from pathlib import Path
@@ -40,8 +40,8 @@ def make_checkpoint(
     with_tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Writes a random model of a few 10k parameters; weights are large enough (std 0.2, embeddings
-    0.5) that greedy text does not collapse to one token."""
+    """Writes a random model with some 10k parameters. Its weights are large enough (std 0.2,
+    embeddings 0.5) that greedy decoding does not collapse to one token."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -74,7 +74,8 @@ def make_checkpoint(
 
 
 def make_tokenizer(path: Path) -> None:
-    """A byte-level BPE of at most `VOCAB_SIZE` ids; <|im_end|> (id 1) ends a text."""
+    """Writes a byte-level BPE tokenizer of at most `VOCAB_SIZE` ids whose <|im_end|> (id 1) ends a
+    text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

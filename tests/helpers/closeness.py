@@ -1,21 +1,23 @@
-"""How close results of different kernels or batch shapes must be: within a multiple of what their
-dtype rounds at the largest value.
+"""Compares results of different kernels or batch shapes: they may differ by a multiple of the
+rounding error of the largest value in their dtype.
 
-Errors follow the largest value, not each one's own: where summands cancel, the rounding of the
-summands stays. A wrong weight, position or mask is off by about the largest value itself.
+The tolerance is relative to the largest value rather than to each value, because where summands
+cancel, their rounding errors remain. A wrong weight, position or mask causes an error of about the
+largest value itself.
 """
 
 import torch
 
-# Logits of the tiny models are off by 2 to 10 eps in every dtype, ours and Hugging Face's half
-# precision alike. In fp32 a fault stands out by millions of eps, in bf16 by 128.
+# Logits of the tiny models are off by 2 to 10 eps in every dtype, both ours and those of Hugging
+# Face in half precision. A bug causes an error of millions of eps in fp32, and of 128 in bf16.
 LOGITS_NUM_EPS = {torch.float32: 256, torch.float16: 32, torch.bfloat16: 16}
 
 
 def assert_close(
     out: torch.Tensor, expected: torch.Tensor, *, num_eps: float, dtype: torch.dtype | None = None
 ) -> None:
-    """Every element is within `num_eps` eps of `dtype` (by default `out`'s) times the largest."""
+    """Asserts that every element's error is within `num_eps` eps of `dtype` (by default that of
+    `out`) times the largest element."""
     assert out.shape == expected.shape
     assert out.isfinite().all()
     eps = torch.finfo(out.dtype if dtype is None else dtype).eps
@@ -27,5 +29,5 @@ def assert_close(
 def assert_logits_close(
     logits: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> None:
-    """`dtype`: what the model of `logits` computes in."""
+    """Asserts that `logits`, which a model computed in `dtype`, are close to `reference`."""
     assert_close(logits, reference, num_eps=LOGITS_NUM_EPS[dtype], dtype=dtype)

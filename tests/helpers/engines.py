@@ -1,5 +1,5 @@
-"""Small engines, and requests for them: sizes are named, so that no engine measures or fills what
-others use, and a GPU captures few graphs."""
+"""Makes small engines and requests for them. Their sizes are fixed, so that no engine measures or
+fills memory that others use, and a GPU captures few graphs."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ SIZES = {
 
 
 def make_llm(checkpoint: Path | str, **config: Any) -> LLM:
-    """Makes an engine of `SIZES` on the CPU; `config` overrides both."""
+    """Makes an engine of `SIZES` on the CPU; `config` overrides the sizes and the device."""
     return LLM(str(checkpoint), **({"device": "cpu"} | SIZES | config))
 
 
@@ -39,7 +39,8 @@ def greedy_ids(llm: LLM, prompts: list[Ids], max_tokens: int, ignore_eos: bool =
 
 
 def drain(llm: LLM) -> dict[int, Ids]:
-    """Steps until all is finished; returns each request's ids, none of them twice."""
+    """Steps until all requests have finished, returns the ids of each, and asserts that none is
+    returned twice."""
     ids: dict[int, Ids] = {}
     while not llm.is_finished():
         finished = dict(llm.step()[0])

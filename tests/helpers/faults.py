@@ -1,4 +1,4 @@
-"""Faults on purpose: something that happens in front of a module's call, and time limits."""
+"""Provides fault injection at a module's forward, and time limits."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 from torch import nn
 
-# Seconds. What comes at once takes far fewer on a busy machine, too; a hang takes `TIMEOUT` of
-# gpu_links.py, minutes, or for ever.
+# In seconds. What should happen at once takes far less even on a busy machine, whereas a hang lasts
+# for the `TIMEOUT` of gpu_links.py, which is minutes, or for ever.
 SOON = 60.0
-STARTING = 300.0  # for processes to import torch and load a model while others use the cores
+STARTING = 300.0  # for processes to import torch and load a model on busy cores
 
 
 class StepError(Exception):
-    """Not one that the engine raises itself."""
+    """Is an injected failure, of a type that the engine never raises itself."""
 
 
 def fail() -> None:
@@ -21,7 +21,7 @@ def fail() -> None:
 
 
 def at_call(module: nn.Module, number: int, action: Callable[[], object]) -> None:
-    """Runs `action` once, in front of the `number`-th forward from now (1 is the next)."""
+    """Runs `action` once, just before the `number`-th forward from now (1 is the next)."""
     num_calls = 0
 
     def hook(*_: object) -> None:
@@ -43,7 +43,7 @@ def takes_less_than(seconds: float) -> Iterator[None]:
 
 
 def until(is_so: Callable[[], object], seconds: float) -> None:
-    """Waits for `is_so` to return something true."""
+    """Waits until `is_so` returns something true, and fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, f"not within {seconds} s"

@@ -1,5 +1,5 @@
-"""Who may use the GPU when: tests marked `alone` measure its memory, or need most of it, so that no
-other process of this suite may then allocate any."""
+"""Lets tests marked `alone`, which measure the GPU's memory or need most of it, run while no other
+process of this suite allocates any."""
 
 import gc
 import os
@@ -12,8 +12,9 @@ import torch
 
 
 class Turns:
-    """A lock that processes hold together, or one of them alone. Who waits to be alone lets nobody
-    pass that comes later. A process's end, however it comes, ends its turn."""
+    """Is a lock between processes, held either by several together or by one alone. While a process
+    waits to hold it alone, no later process overtakes it. The lock is released when its holder
+    ends, even if it is killed."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -21,11 +22,11 @@ class Turns:
         self._is_alone = False
 
     def take(self, *, alone: bool) -> None:
-        """Waits for a turn; goes on with the one in hand if it is of the kind."""
+        """Waits for the lock, unless this process already holds it in the same mode."""
         if self._held is not None and self._is_alone == alone:
             return
         self.release()
-        import fcntl  # where there are GPUs it is there
+        import fcntl  # this module is missing on Windows, but present where the GPU tests run
 
         with open(f"{self._path}.turnstile", "ab") as turnstile:
             fcntl.flock(turnstile, fcntl.LOCK_EX)
@@ -40,7 +41,7 @@ class Turns:
 
 
 class GPUTurns:
-    """Gives every test, its fixtures included, a turn."""
+    """Makes every test hold the lock from the set-up of its fixtures to their teardown."""
 
     def __init__(self) -> None:
         name = f"gpu-of-{os.getuid()}-for-tests-of-nanovllm"
@@ -53,10 +54,10 @@ class GPUTurns:
         self._turns.take(alone="alone" in item.keywords)
         try:
             return (yield)
-        finally:  # those that need it alone follow each other: others need not stop for each
+        finally:  # tests marked `alone` run in a row, so that the others have to stop only once
             if "alone" in item.keywords and torch.cuda.is_initialized():
                 gc.collect()
-                torch.cuda.empty_cache()  # torch keeps what is freed: others would not get it
+                torch.cuda.empty_cache()  # else torch keeps freed memory from other processes
             if "alone" not in item.keywords or nextitem is None or "alone" not in nextitem.keywords:
                 self._turns.release()
 

@@ -1,7 +1,7 @@
-"""What tests of the Triton kernels share: where they run, with what, and how close results must be.
+"""Defines the devices, shapes and tolerances that the tests of the Triton kernels share.
 
-On a GPU, else under Triton's interpreter: that runs small grids in fp32 and fp16 (its bf16 `tl.dot`
-is wrong); with a GPU the same tests also run the full grids and bf16.
+The tests run on a GPU, or else under Triton's interpreter. The interpreter runs small grids in fp32
+and fp16 (its bf16 `tl.dot` is wrong); a GPU also runs the full grids and bf16.
 """
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_GPU
-# Sums are in fp32: of half precision inputs and results are rounded, little else.
+# Kernels sum in fp32, so in half precision little more than inputs and results is rounded.
 NUM_EPS = {torch.float32: 200, torch.float16: 3, torch.bfloat16: 3}
 # (heads, kv_heads, head_dim): head sizes, GQA ratios 1, 2, 7, 8, K/V widths 72, 192, 1024
 SHAPES = [(3, 3, 24), (6, 3, 64), (8, 1, 40), (7, 1, 80)]
@@ -25,7 +25,8 @@ def randn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_near(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """The norm of all errors, relative to that of `expected`, is within `NUM_EPS` of `dtype`."""
+    """Asserts that the norm of the error, relative to that of `expected`, is within `NUM_EPS` eps
+    of `dtype`."""
     assert out.shape == expected.shape
     assert out.isfinite().all()
     out, expected = out.detach().double(), expected.detach().double()

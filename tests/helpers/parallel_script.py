@@ -1,7 +1,7 @@
-"""A user's script on two ranks, for tests that interrupt or kill it.
+"""Is a user's script on two ranks, for tests that interrupt or kill it.
 
-Usage: parallel_script.py MODEL WHAT DEVICE. Prints "starting", then "ready", then does WHAT:
-`generate` (it is ready in the first step) or `sleep` for ever.
+Usage: parallel_script.py MODEL WHAT DEVICE. It prints "starting", then "ready", then does WHAT: it
+generates for ever (`generate`, ready in the first step) or sleeps for ever (`sleep`).
 """
 
 import sys
@@ -9,8 +9,8 @@ import time
 
 from nanovllm import LLM, SamplingParams
 
-# torch's compiler, which some versions of transformers import, prints a table at exit. To do so it
-# would import this, which compiles source text; and then Python no longer ends by the signal.
+# torch's compiler, which some versions of transformers import, prints a table at exit. For that it
+# would import this module, which compiles source text, and then Ctrl-C would no longer end Python.
 sys.modules["tabulate"] = None  # type: ignore[assignment]
 
 PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
@@ -29,7 +29,8 @@ def main(model: str, what: str, device: str) -> None:
         return step()
 
     if what == "generate":
-        llm._step = first_step  # not between two calls, where Ctrl-C is not deferred
+        # Prints "ready" inside a step: Ctrl-C is not deferred between two calls of `generate`.
+        llm._step = first_step
     else:
         print("ready", flush=True)
     while what == "generate":

@@ -1,4 +1,4 @@
-"""Hugging Face's answers, one sequence at a time, and ours in the same form."""
+"""Computes Hugging Face's answers, one sequence at a time, and the engine's in the same form."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.helpers.engines import greedy_ids
 
 
 class HuggingFace:
-    """The reference model of a checkpoint, in fp32."""
+    """Runs the reference model of a checkpoint in fp32."""
 
     def __init__(self, path: Path | str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
@@ -18,13 +18,13 @@ class HuggingFace:
 
     @torch.inference_mode()
     def last_logits(self, token_ids: list[int]) -> torch.Tensor:
-        """[vocab] after the last token."""
+        """Returns the logits [vocab] after the last token."""
         logits: torch.Tensor = self.model(torch.tensor([token_ids])).logits
         return logits[0, -1]
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int, stop: frozenset[int]) -> list[int]:
-        """Up to `num_tokens` ids, the stop id included."""
+        """Decodes up to `num_tokens` ids greedily, and includes the stop id if it ends at one."""
         ids, past, completion = torch.tensor([prompt]), None, list[int]()
         while len(completion) < num_tokens and not stop.intersection(completion[-1:]):
             out = self.model(ids, past_key_values=past, use_cache=True)
@@ -35,7 +35,8 @@ class HuggingFace:
 
 
 def next_token_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
-    """The logits that the first sampled token of each prompt is drawn from, [len(prompts), vocab].
+    """Returns the logits that the first token of each prompt is sampled from, [len(prompts),
+    vocab].
 
     All prompts must fit one prefill step.
     """

@@ -1,4 +1,4 @@
-"""Sampling states for tests of the samplers: what is not named is as in a row of zeros."""
+"""Makes sampling states for tests of the samplers."""
 
 from dataclasses import fields, replace
 
@@ -8,7 +8,8 @@ from nanovllm.utils.sampling_state import SamplingState
 
 
 def sampling_state(**tensors: torch.Tensor) -> SamplingState:
-    """Makes a state of these tensors, [num_rows] each, on their device."""
+    """Makes a state of these tensors, [num_rows] each, on their device, with zeros for all
+    others."""
     like = next(iter(tensors.values()))
     return replace(SamplingState.zeros(len(like), like.device), **tensors)
 

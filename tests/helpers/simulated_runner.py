@@ -1,7 +1,7 @@
-"""A model runner without a model: what the scheduler is tested against.
+"""Simulates a model runner without a model, for tests of the scheduler.
 
 The K/V of a position is a hash of the whole token prefix, so a wrong cached token, a stale row or a
-lost update cannot go unseen. Rows are kept as `RowState` keeps them: batches are all it reads.
+lost update shows. The simulation reads nothing but batches, and keeps rows as `RowState` does.
 """
 
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from nanovllm.engine.batch import ScheduledBatch
 
 NUM_IDS = 16
 STOP_IDS = frozenset({0})
-LOST = -1  # what a failed step leaves in the slots it wrote
+LOST = -1  # the value of a slot that a failed step wrote
 
 
 def next_value(value: int, token_id: int) -> int:
-    """K/V of `token_id` after the prefix that ends in `value`."""
-    return hash((value, token_id))  # of ints: the same in every process
+    """Returns the K/V of `token_id` after the prefix whose last K/V is `value`."""
+    return hash((value, token_id))  # the hash of ints is the same in every process
 
 
 def sample(value: int, seed: int) -> int:
@@ -24,9 +24,10 @@ def sample(value: int, seed: int) -> int:
 
 
 class Oracle:
-    """What a request yields by itself, without any cache.
+    """Computes the result of a request on its own, without any cache.
 
-    values: K/V of every position that it may compute; the last token is never computed.
+    `values` has the K/V of every position that the request may compute; the last token is never
+    computed.
     """
 
     def __init__(self, prompt: list[int], max_num_tokens: int, ignore_eos: bool, seed: int) -> None:
@@ -49,11 +50,12 @@ class Oracle:
 class Step:
     batch: ScheduledBatch
     token_ids: list[int]
-    slots: list[int]  # written
+    slots: list[int]  # those that the step wrote
 
 
 class Runner:
-    """Computes batches in launch order. `oracles`, by sequence id, serve its checks only."""
+    """Computes batches in launch order. It uses `oracles`, which are indexed by sequence id, only
+    to check K/V."""
 
     def __init__(self, block_size: int, oracles: list[Oracle]) -> None:
         self.block_size = block_size
@@ -64,8 +66,8 @@ class Runner:
     def launch(self, batch: ScheduledBatch) -> Step:
         """Checks the cached positions that each row relies on, then writes its new ones.
 
-        Rows in turn: what an earlier row of the same step writes, a later one may rely on, for a
-        layer stores the K/V of the whole step before it attends.
+        A row may rely on what an earlier row of the same step writes, because a layer stores the
+        K/V of the whole step before it attends.
         """
         inputs = self._prefill_inputs(batch) if batch.is_prefill else self._decode_inputs(batch)
         slots: list[int] = []
@@ -89,7 +91,8 @@ class Runner:
         return Step(batch, sampled, slots)
 
     def fail(self, steps: Iterable[Step]) -> None:
-        """As if `steps` had failed: rows, and the slots that they wrote, hold nothing of worth."""
+        """Simulates the failure of `steps`: all rows are reset, and the slots that the steps wrote
+        are lost."""
         self.store.update((slot, LOST) for step in steps for slot in step.slots)
         self._reset_rows()
 

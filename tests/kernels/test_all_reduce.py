@@ -1,4 +1,5 @@
-"""Exchanges through peer memory, each rank in a process: GPUs, or shared CPU memory interpreted."""
+"""Tests exchanges through peer memory, with one process per rank, on GPUs or interpreted in shared
+CPU memory."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +27,8 @@ EMPTY = torch.tensor([EMPTY_WORD - 2**32], dtype=torch.int32)
 
 
 def part(rank: int, call: int, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes to a call; any process can say. Some of it looks empty."""
+    """Computes what a rank contributes to a call, in any process. Some values equal the mark of
+    empty memory."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
     x = torch.randn(rows, size, generator=generator).to(dtype)
     x[:, ::7] = EMPTY.view(dtype)[0]
@@ -46,10 +48,11 @@ def expected_norm(
 
 
 def check_call(peers: PeerMemory, device: torch.device, call: int, dtype: torch.dtype) -> None:
-    """A call with a shape of its own, of which all ranks must know the same."""
+    """Checks a sum or a gather whose shape and dtype all ranks derive from the number of the
+    call."""
     rng = random.Random(call)
     is_gather = call % 4 == 3
-    # Words are gathered as halves; of sums a program makes several.
+    # Gathers move 4-byte words as two halves; a program computes several rows of a sum.
     rows = rng.randint(1, NUM_ROWS // 2 if is_gather else 3 * peers.num_rows)
     itemsize = dtype.itemsize
     size = rng.choice([s for s in (64, 100, 256, 2000) if s * itemsize <= peers.row_bytes])
@@ -62,9 +65,10 @@ def check_call(peers: PeerMemory, device: torch.device, call: int, dtype: torch.
     weight = 1 + part(0, -call, 1, size, dtype)[0]
     residual = part(0, -call, rows, size, dtype) if call % 4 else None
     given = None if residual is None else residual.to(device, copy=True)
-    parts = [p.where(p.abs() > 1e-30, 0) for p in parts]  # what looks empty counts as 0
+    # Values that equal the mark of empty memory count as 0.
+    parts = [p.where(p.abs() > 1e-30, 0) for p in parts]
     expected = expected_norm(parts, residual, weight)
-    if call % 4 == 2:  # a rank's own part comes in parts, too
+    if call % 4 == 2:  # a rank's own input may be in several summands, too
         x = torch.stack((x.float() * 0.25, x.float() * 0.75))
     out, total = all_reduce_add_rms_norm(x, given, weight.to(device), EPS, peers)
     assert total is (x if given is None else given)
@@ -84,12 +88,14 @@ def on_cpu(rank: int, memory: list[torch.Tensor]) -> None:
     )
     for call in range(40):
         check_call(peers, CPU, call, (torch.float32, torch.float16)[call // 4 % 2])
-    if rank == 0:  # alone: ends nevertheless, the second time without a look at what says so
+    # After an abort, calls end without peers, the second time even with `is_aborted` cleared.
+    if rank == 0:
         peers.abort()
         for _ in range(2):
             all_gather(torch.zeros(3, dtype=torch.int32), peers)
             x, weight = torch.zeros(3, 64), torch.ones(64)
-            all_reduce_add_rms_norm(x, None, weight, EPS, replace(peers, num_rows=1))  # in turns
+            # With one row of memory, the program loops over the rows.
+            all_reduce_add_rms_norm(x, None, weight, EPS, replace(peers, num_rows=1))
             peers.is_aborted.zero_()
 
 
@@ -99,7 +105,8 @@ def on_gpu(rank: int, size: int, store_file: str) -> None:
     group = TPGroup.connect(rank, size, store_file, device, (NUM_ROWS, 8 * ROW_BYTES))
     peers = group.peers
     assert peers is not None, "these GPUs cannot share memory"
-    small = replace(peers, num_rows=NUM_ROWS * 16)  # so that programs soon sum in turns
+    # Less memory makes programs loop over the rows of a sum.
+    small = replace(peers, num_rows=NUM_ROWS * 16)
     for dtype in (torch.float32, torch.bfloat16):
         for call in range(100):
             check_call(small, device, call, dtype)
@@ -107,7 +114,7 @@ def on_gpu(rank: int, size: int, store_file: str) -> None:
         assert (group.all_reduce(x) == size).all()
         assert (group.all_gather(x[:7]) == size).all()
     torch.cuda.synchronize(device)
-    group.min(rank)  # all is empty again
+    group.min(rank)  # waits until the memory is empty again
     for width, most in ((128, 2 * peers.num_rows + 1), (2000, 700)):
         check_graph(peers, device, width, most)
     group.min(rank)
@@ -116,9 +123,9 @@ def on_gpu(rank: int, size: int, store_file: str) -> None:
 
 
 def check_graph(peers: PeerMemory, device: torch.device, size: int, most: int) -> None:
-    """Replayed many times over changing inputs, a chain of exchanges of different shapes."""
+    """Replays a graph of exchanges of different shapes many times over changing inputs."""
     half = most // 2
-    # Rows that are summed, and rows that are gathered.
+    # (rows that are summed, rows that are gathered)
     shapes = (half, most), (1, 1), (5, 5), (most, 7), (half - 1, half - 1), (2, 2)
     weight = torch.ones(size, device=device, dtype=torch.bfloat16)
     x = torch.zeros(most, size, device=device, dtype=torch.bfloat16)

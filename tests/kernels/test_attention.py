@@ -1,4 +1,4 @@
-"""The attention kernels, and what precedes them, each against its torch counterpart."""
+"""Tests the attention kernels, and the kernel before them, against their torch counterparts."""
 
 import random
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from nanovllm.kernels.qkv import norm_rope_store
 
 @dataclass
 class Pages:
-    """A random pool, poisoned wherever no sequence has a token, and tables over it."""
+    """Holds a random K/V pool, poisoned in all slots that hold no token, and its block tables."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -75,7 +75,7 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
     heads, kv_heads, head_dim = shape
     lens = [1, 0, 17, 255, 256, 257] + [1900, 3, 640] * HAS_GPU
     pages = Pages.make(lens, block_size, kv_heads, head_dim, dtype)
-    # strided rows, as a view of the QKV projection has
+    # the rows are strided, as in a view of the QKV projection
     q = randn(len(lens), heads + 2, head_dim, dtype=dtype, seed=1)[:, :heads]
     reference = TorchBackend().decode(q.float(), pages.cache_in_fp32(), 0.2, pages.context())
     for num_splits in (1, 2, 32) + (16, None) * HAS_GPU:
@@ -98,7 +98,8 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
 def test_decode_attention_in_every_launch(
     block_size: int, num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of any size meet blocks of any size, and more blocks than are looked up at a time."""
+    """Tiles and blocks of all sizes are combined, and a sequence has more blocks than a kernel
+    looks up at a time."""
     config = decode_config(num_programs)
     monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda _: config)
     lens = [1, 0, 130, 40 * block_size]
@@ -214,7 +215,7 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_pool_beyond_two_to_the_31_elements() -> None:
-    """Slots past 2**31 / width must not wrap around: stored and read back by attention."""
+    """Element offsets past 2**31 must not wrap around when K/V are stored and read by attention."""
     kv_heads, head_dim, block_size = 8, 128, 256
     num_blocks = 2**31 // (block_size * kv_heads * head_dim) + 9
     shape = 2, num_blocks, block_size, kv_heads, head_dim

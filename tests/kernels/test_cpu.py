@@ -1,4 +1,4 @@
-"""The kernels for CPUs against the torch layers, and engines with and without them."""
+"""Tests the CPU kernels against the torch layers, and engines with and without them."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ from numba.core.caching import CacheImpl
 from nanovllm.kernels import cpu
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# A kernel's sums go in another order, so what a result is made of may round to a neighbour.
+# A kernel sums in another order, so an intermediate value may round to a neighbouring number.
 NUM_EPS = {torch.float32: 32, torch.bfloat16: 2}
 
 
@@ -132,7 +132,8 @@ def test_an_engine_with_them_gives_what_one_without_gives(
         monkeypatch.setattr(cpu, kernel.__name__, counted(kernel))
     with_kernels = completions()
     num_steps, num_layers = 20, 2
-    assert calls.count("add_rms_norm") == num_steps * (2 * num_layers)  # the first has no residual
+    # The first norm of a step has no residual, so it is another kernel.
+    assert calls.count("add_rms_norm") == num_steps * (2 * num_layers)
     assert calls.count("norm_rope_store") == num_steps * num_layers
     calls.clear()
     monkeypatch.setattr(cpu, "is_faster", lambda num_elements: False)
@@ -152,7 +153,7 @@ from nanovllm import LLM, SamplingParams
 with LLM({str(tiny_qwen3)!r}, device="cpu") as llm:
     print(llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=4), False))
 """
-    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # where there is nothing compiled yet
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}  # an empty cache of compiled kernels
     env |= {"NUMBA_DISABLE_JIT": "1"} if failure == "compilation" else {}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
@@ -161,7 +162,8 @@ with LLM({str(tiny_qwen3)!r}, device="cpu") as llm:
 
 
 def compiled_norm(dtype: torch.dtype) -> list[list[float]]:
-    """What the kernel, compiled or read anew, makes of [[3], [2]] and [[1], [0]], weight 2."""
+    """Loads or compiles the kernel again, and returns its results for [[3], [2]] and [[1], [0]]
+    with weight 2."""
     cpu._compiled.cache_clear()
     x, residual = torch.tensor([[[3.0], [2.0]], [[1.0], [0.0]]], dtype=dtype)
     cpu.add_rms_norm(x, residual, torch.tensor([2.0], dtype=dtype), 0.0)
@@ -172,7 +174,8 @@ def compiled_norm(dtype: torch.dtype) -> list[list[float]]:
 def test_files_of_compiled_kernels(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept for a dtype and a version of the source; damaged or impossible to keep, done without."""
+    """The compiled code is cached per dtype and version of the source. Where the cache is damaged
+    or cannot be written, the kernel is compiled again."""
     expected = [[2.0, 2.0], [4.0, 2.0]]
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16

@@ -1,4 +1,4 @@
-"""Each Triton kernel but those of attention against its torch counterpart."""
+"""Tests each Triton kernel except those of attention against its torch counterpart."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,8 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
     assert_near(out, norm(total), dtype)
     assert torch.equal(new_residual, total)
     if dtype != torch.float32:
-        parts = torch.stack((x.float() * 0.25, x.float() * 0.5, x.float() * 0.25))  # exact
+        # The parts add up to x exactly.
+        parts = torch.stack((x.float() * 0.25, x.float() * 0.5, x.float() * 0.25))
         out_of_parts = add_rms_norm(parts, residual, norm.weight.data, 1e-6)
         assert torch.equal(out_of_parts[1], total)
         assert torch.equal(out_of_parts[0], out)
@@ -71,7 +72,8 @@ def test_a_matmul_supports_what_its_tiles_divide() -> None:
 @dtypes
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_embed_share(rank: int, dtype: torch.dtype) -> None:
-    """Shares of 34 of 100 ids, the last with two rows of padding; a size of more than a block."""
+    """Three ranks hold shares of 34 of 100 ids, the last with two rows of padding. The hidden size
+    exceeds a kernel's block."""
     table = randn(100, 1500, dtype=dtype)
     group = TPGroup(rank, 3)
     embedding = VocabParallelEmbedding(group, 100, 1500).to(DEVICE, dtype)
@@ -97,7 +99,7 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
 def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
     n, num_rows = 12, 20
     logits = randn(n, vocab, dtype=dtype)
-    logits[3, 100:200] = logits[3].max() + 1  # a tie: the lowest id wins
+    logits[3, 100:200] = logits[3].max() + 1  # the lowest id of a tie wins
     rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))[:n]
     temperatures = torch.rand(num_rows, generator=torch.Generator().manual_seed(1)) * 2
     temperatures[rows[:6]] = 0
@@ -123,10 +125,11 @@ def test_sampler_draws_what_torch_draws(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vocab", [9, 509, 9001])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> None:
-    """As on one rank; padding never wins, not even over negative logits."""
+    """Several ranks sample the same ids as one, and never a padding id, not even if all logits are
+    negative."""
     n, share = 8, -(-vocab // num_ranks)
     logits = randn(n, vocab, dtype=torch.float32) - 1000
-    logits[1] = logits[2] = -2000  # a tie of all ranks
+    logits[1] = logits[2] = -2000  # all ranks tie
     logits[2, vocab // 2] = -0.0
     logits[2, 1] = 0.0
     rows = torch.arange(n, device=DEVICE)
@@ -159,7 +162,7 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
 def test_sampler_gives_a_valid_id_where_no_logit_is_a_number(
     temperature: float, dtype: torch.dtype
 ) -> None:
-    """An invalid one would be looked up in the embedding by the next step."""
+    """The next step would look up an invalid id in the embedding, out of bounds."""
     logits = torch.full((2, 5000), float("nan"), dtype=dtype, device=DEVICE)
     logits[1] = float("-inf")
     rows = torch.arange(2, device=DEVICE)

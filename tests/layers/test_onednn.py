@@ -1,4 +1,4 @@
-"""Weights in oneDNN's layout: what they multiply, and where they stay as they are."""
+"""Tests products with weights in oneDNN's layout, and where weights keep the plain layout."""
 
 import pytest
 import torch
@@ -41,7 +41,8 @@ def test_reordered_weights_give_the_same_product(
 def test_bf16_that_onednn_only_converts_counts_as_none(
     capability: str, has_bf16: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On AVX2 it says that it can only where there are instructions."""
+    """On AVX2, oneDNN claims to multiply bf16 but only converts it, so its claim counts only where
+    the CPU has bf16 instructions."""
     monkeypatch.setattr(onednn, "_can_multiply", lambda dtype: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16, raising=False)
@@ -53,7 +54,8 @@ def test_bf16_that_onednn_only_converts_counts_as_none(
 def test_weights_stay_as_they_are_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "_can_multiply", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(onednn, "host_memory", lambda: HostMemory(1200, 4000))
-    for size, is_kept in ((4, False), (6, True)):  # 128 bytes for two in fp32, 288
+    # Two copies in fp32 take 128 bytes or 288, of the 200 that are not kept for others.
+    for size, is_kept in ((4, False), (6, True)):
         weight = nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16), requires_grad=False)
         assert (reordered(weight) is weight) == is_kept
 

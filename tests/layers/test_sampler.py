@@ -1,4 +1,5 @@
-"""The sampler draws from softmax(logits / T), and its noise belongs to the request alone."""
+"""Tests that the sampler draws from softmax(logits / T), with noise that depends on the request
+alone."""
 
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def test_draws_follow_softmax(temperature: float, vocab: int) -> None:
 
 @pytest.mark.parametrize("what", ["seeds", "high seeds", "positions"])
 def test_consecutive_keys_are_independent(what: str) -> None:
-    """Neighbouring seeds, or positions, pair up without correlation: 2-d chi-square of pairs."""
+    """The ids of neighbouring seeds or positions are uncorrelated, by a chi-square test of
+    pairs."""
     n, vocab = 40000, 8
     index = torch.arange(n)
     zero = torch.zeros(n, dtype=torch.int64)
@@ -66,7 +68,8 @@ def test_noise_is_standard_gumbel_in_bulk_and_tail() -> None:
 
 
 def test_noise_is_precise_where_it_is_large() -> None:
-    """Large noise decides large vocabularies: no two of the largest values may collapse."""
+    """Large noise values decide the sample in a large vocabulary, so the largest values must stay
+    distinct."""
     noise = gumbel_noise(torch.arange(64), torch.zeros(64, dtype=torch.int64), torch.arange(50000))
     top = noise.flatten().topk(1000).values
     assert len(top.unique()) > 990

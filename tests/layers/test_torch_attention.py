@@ -1,4 +1,4 @@
-"""Batched decode attention of the torch backend against the formula, one sequence at a time."""
+"""Tests the torch backend's batched decode attention against the formula for each sequence."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The same greedy tokens whatever way the engine goes about them, on CPU and GPU (fp32)."""
+"""Tests that the greedy tokens do not depend on how the engine schedules, on CPU and GPU (fp32)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +18,14 @@ MakeLLM = Callable[..., LLM]
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def make(request: pytest.FixtureRequest, tiny_qwen3: Path) -> MakeLLM:
-    """Makes engines on one device, which have room for all prompts unless the test says less."""
+    """Makes engines on one device, with room for all prompts unless the test asks for less."""
     return partial(make_llm, tiny_qwen3, device=request.param)
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_qwen3: Path, ragged_prompts: Prompts) -> Prompts:
-    """One prompt and one step at a time on the CPU, no prefix cache, no chunks, no preemption."""
+    """Returns the greedy ids of an engine on the CPU that computes one prompt and one step at a
+    time, without prefix cache, chunks or preemption."""
     plain = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 1}
     with make_llm(tiny_qwen3, **plain) as llm:
         return [greedy_ids(llm, [prompt], NUM_TOKENS)[0] for prompt in ragged_prompts]
@@ -55,7 +56,7 @@ def test_waiting_for_each_step(make: MakeLLM, ragged_prompts: Prompts, expected:
 
 
 def count_prefilled_tokens(llm: LLM) -> list[int]:
-    """Records, from now on, the tokens that each prefill step computes."""
+    """Records the number of tokens of each prefill step from now on."""
     counts: list[int] = []
     schedule = llm.scheduler.schedule
 
@@ -77,7 +78,7 @@ def test_chunked_prefill(
     counts = count_prefilled_tokens(llm)
     assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
     assert max(counts) <= budget
-    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected  # chunks after cache hits
+    assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected  # chunks follow cache hits
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

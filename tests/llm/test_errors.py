@@ -1,5 +1,5 @@
-"""Every error a user can cause: its type, the bad value and the fix in its message, and an engine
-that has queued nothing and goes on serving."""
+"""Tests every error that a user can cause: its type, that its message has the bad value and the
+fix, and that the engine has queued nothing and goes on serving."""
 
 import importlib.util
 import re
@@ -107,7 +107,8 @@ def shared_llm(tiny_qwen3: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared_llm: LLM, expected_ids: list[int]) -> Iterator[LLM]:
-    """After the test nothing may be queued, and the next answer must be right."""
+    """Provides the shared engine, and checks after the test that nothing is queued in it and that
+    its next answer is right."""
     yield shared_llm
     assert shared_llm.is_finished()
     assert shared_llm.scheduler.num_residents == 0
@@ -117,7 +118,7 @@ def llm(shared_llm: LLM, expected_ids: list[int]) -> Iterator[LLM]:
 
 @pytest.fixture
 def checkpoint(tiny_qwen3: Path, tmp_path: Path) -> Path:
-    """A copy that the test may spoil."""
+    """Makes a copy of the checkpoint that the test may damage."""
     return Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
 
 
@@ -246,7 +247,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 def test_cuda_without_triton_is_refused_with_the_fix(
     device: str, tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All CUDA layers need it. A process on the CPU does without."""
+    """Triton is needed by all layers on CUDA, and by none on the CPU."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)

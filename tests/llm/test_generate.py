@@ -1,4 +1,5 @@
-"""What a user sees of `LLM`: forms of input, order, ends, the step loop, what is left behind."""
+"""Tests what a user sees of `LLM`: forms of input, order of results, ends of completions, the step
+loop, and what an engine leaves behind."""
 
 import copy
 import gc
@@ -42,7 +43,7 @@ def test_home_is_expanded(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_results_come_in_the_order_of_the_prompts(
     tiny_qwen3: Path, prompts: list[Ids], hf_ids: list[Ids]
 ) -> None:
-    lens = [12, 3, 1, 7, 2, 10]  # of two residents, the later one often ends first
+    lens = [12, 3, 1, 7, 2, 10]  # of two running requests, the later one often ends first
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lens]
     outputs = make_paged_llm(tiny_qwen3, max_num_seqs=2).generate(prompts, params, use_tqdm=False)
     assert [out["token_ids"] for out in outputs] == [
@@ -96,7 +97,8 @@ def test_each_source_of_stop_ids_counts(
     edit_json(checkpoint / f"{source.split()[0]}.json", **changes[source])
     stopping = make_paged_llm(checkpoint)
     assert stopping.tokenizer is not None
-    for max_tokens in (NUM_TOKENS, len(expected)):  # a stop token in the last place stops, too
+    # In the second round the stop token is also the last one that fits.
+    for max_tokens in (NUM_TOKENS, len(expected)):
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         (output,) = stopping.generate(TEXT, params, use_tqdm=False)
         assert output["token_ids"] == expected
@@ -141,7 +143,7 @@ def test_step_loop(
     prefilled = [n for n in nums_tokens if n > 0]
     assert sum(prefilled) == sum(map(len, prompts))
     assert max(prefilled) <= 16
-    # The first token of each comes from its prefill.
+    # The prefill of each prompt samples its first token.
     assert -sum(n for n in nums_tokens if n < 0) == len(prompts) * (NUM_TOKENS - 1)
 
 
@@ -177,7 +179,7 @@ def test_exit_and_del_free_everything(tiny_qwen3: Path) -> None:
         assert llm._runner is not None
         return weakref.ref(llm._runner.model.lm_head.weight)
 
-    gc.disable()  # nothing may wait for the cycle collector
+    gc.disable()  # no object may wait for the cycle collector to be freed
     try:
         with make_paged_llm(tiny_qwen3) as closed:
             weight = used(closed)

@@ -1,6 +1,7 @@
-"""The engine on a GPU in half precision: how far its logits are from the fp32 truth.
+"""Measures how far the engine's logits on a GPU in half precision are from the fp32 truth.
 
-Everything is teacher-forced over fixed ids: with random weights bf16 logits tie, so ids may differ.
+All decoding is teacher-forced over fixed ids: with random weights, bf16 logits tie, so sampled ids
+may differ.
 """
 
 import importlib.util
@@ -25,7 +26,7 @@ from tests.helpers.reference import HuggingFace
 
 pytestmark = pytest.mark.gpu
 
-PROMPT, FORCED = 48, 24  # tokens that are prefilled, then decoded one by one
+PROMPT, FORCED = 48, 24  # numbers of tokens to prefill, and then to decode one by one
 NUM_SEQS = 6
 BACKENDS = ["triton", "torch"] + ["flash_attn"] * bool(importlib.util.find_spec("flash_attn"))
 
@@ -49,14 +50,14 @@ def token_ids() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: Path, token_ids: list[list[int]]) -> torch.Tensor:
-    """Logits after each forced token, [FORCED, NUM_SEQS, vocab], by Hugging Face in fp32."""
+    """Returns Hugging Face's fp32 logits after each forced token, [FORCED, NUM_SEQS, vocab]."""
     model = HuggingFace(checkpoint).model
     with torch.inference_mode():
         return model(torch.tensor(token_ids)).logits[:, PROMPT:].transpose(0, 1)
 
 
 def make_gpu_llm(checkpoint: Path, **config: Any) -> LLM:
-    """An engine with blocks that every attention backend can read."""
+    """Makes an engine whose blocks every attention backend can read."""
     sizes = {"max_model_len": 512, "max_num_seqs": 8, "num_kvcache_blocks": 64}
     return make_llm(checkpoint, **({"device": "cuda", "kvcache_block_size": 256} | sizes | config))
 
@@ -69,7 +70,8 @@ def relative_error(logits: torch.Tensor, truth: torch.Tensor) -> float:
 def hugging_face_error(
     checkpoint: Path, token_ids: list[list[int]], truth: torch.Tensor
 ) -> dict[torch.dtype, float]:
-    """Of its own half-precision model on the GPU, decoding token by token as we do."""
+    """Measures the error of Hugging Face's half-precision model on the GPU, which decodes token by
+    token as the engine does."""
     errors = {}
     for dtype in (torch.bfloat16, torch.float16):
         model = AutoModelForCausalLM.from_pretrained(checkpoint).to("cuda", dtype).eval()
@@ -86,7 +88,8 @@ def hugging_face_error(
 
 
 def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bool) -> torch.Tensor:
-    """Prefills the prompts in rows of their own and decodes the rest -> logits as `truth`."""
+    """Prefills the prompts, each in a row of its own, decodes the rest, and returns logits of the
+    shape of `truth`."""
     block_size = runner.config.kvcache_block_size
     width = -(-(PROMPT + FORCED) // block_size)
     rows, greedy = list(range(NUM_SEQS)), SamplingParams(temperature=0)
@@ -101,7 +104,7 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
         return runner.model.compute_logits(runner._forward(inputs))
 
     with torch.inference_mode(), autotune.applied(runner._tuned_matmuls):
-        device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # 2 rows of padding
+        device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # adds 2 rows of padding
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
                 step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
@@ -164,7 +167,8 @@ def test_any_max_num_seqs_with_graphs(
 def test_autotuned_matmuls_are_as_good(
     kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every number of tokens, the fastest of ours."""
+    """The patched margin makes the engine choose the fastest of its own kernels for each number of
+    tokens, even where torch's matmul is faster."""
     monkeypatch.setattr(autotune, "MARGIN", 1e9)
     with make_gpu_llm(checkpoint, dtype="bfloat16", max_num_seqs=64) as llm:
         assert llm._runner is not None

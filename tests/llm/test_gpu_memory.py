@@ -1,6 +1,6 @@
-"""GPU memory: the engine's share is met and kept, and everything comes back.
+"""Tests that an engine takes its share of GPU memory, never exceeds it, and frees all of it.
 
-Shares leave room for what other processes of the suite hold while they wait.
+The shares leave room for what waiting processes of the suite hold.
 """
 
 import gc
@@ -26,7 +26,8 @@ def free_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real Qwen3 vocabulary, so that logits cost what they cost."""
+    """Makes a checkpoint with Qwen3's real vocabulary size, so that logits take a realistic amount
+    of memory."""
     return make_checkpoint(
         tmp_path_factory.mktemp("wide"),
         vocab_size=151936,
@@ -43,7 +44,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("utilization", [0.4, 0.75])
 def test_share_is_met_and_kept(utilization: float, checkpoint: Path) -> None:
-    """Within 3 % after construction, never above while 512 sequences run."""
+    """The engine is within 3 % of its share after construction, and never above it with 512
+    sequences."""
     start = free_bytes()
     total = torch.cuda.mem_get_info()[1]
     with LLM(str(checkpoint), gpu_memory_utilization=utilization, max_num_seqs=512) as llm:
@@ -58,7 +60,7 @@ def test_share_is_met_and_kept(utilization: float, checkpoint: Path) -> None:
 
 
 def free_during_generate(llm: LLM, prompts: list[list[int]]) -> int:
-    """The least free memory seen after any step."""
+    """Returns the least free memory after any step."""
     lowest = torch.cuda.mem_get_info()[0]
     step = llm._step
 
@@ -76,7 +78,7 @@ def free_during_generate(llm: LLM, prompts: list[list[int]]) -> int:
 
 
 def test_two_engines_share_a_gpu(checkpoint: Path) -> None:
-    # Matmuls that are chosen by measurement may differ, and round otherwise.
+    # Autotuning may choose different matmuls, which round differently, for the two engines.
     config = {"gpu_memory_utilization": 0.35, "max_num_seqs": 32, "autotune_matmul": False}
     params = SamplingParams(temperature=0.7, max_tokens=16, ignore_eos=True, seed=3)
     prompts = [[1, 2, 3], [4, 5]]
@@ -131,7 +133,7 @@ def test_too_little_memory_names_numbers_and_knobs(checkpoint: Path) -> None:
 
 
 def test_memory_of_others_does_not_count(checkpoint: Path) -> None:
-    """More than its share is taken by somebody else: a share of 0.3 is still a share of 0.3."""
+    """The engine takes a full share of 0.3 even if other processes hold more than that."""
     total = torch.cuda.mem_get_info()[1]
     ballast = torch.empty(int(total * 0.45), dtype=torch.uint8, device="cuda")
     before = torch.cuda.mem_get_info()[0]
@@ -142,7 +144,8 @@ def test_memory_of_others_does_not_count(checkpoint: Path) -> None:
 
 
 def test_a_gpu_that_others_fill(checkpoint: Path) -> None:
-    """Less is free than the engine's share: it takes that, and what steps need still fits."""
+    """If less memory is free than the engine's share, it takes what is free, and its steps still
+    fit."""
     ballast = torch.empty(free_bytes() - 6 * 2**30, dtype=torch.uint8, device="cuda")
     with LLM(str(checkpoint), gpu_memory_utilization=0.9, max_num_seqs=512) as llm:
         lowest = free_during_generate(llm, [[1] * 500 for _ in range(512)])

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of the scheduler's own work, as in a user's loop of `step`."""
+"""Tests Ctrl-C in the middle of the scheduler's work, as in a user's loop of `step`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from tests.helpers.engines import GREEDY, NUM_TOKENS, Ids, greedy_ids, make_page
 @pytest.mark.parametrize("method", ["schedule", "_release", "_finish_if_ended", "_batch"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_interrupt_within_the_bookkeeping(tiny_qwen3: Path, method: str, number: int) -> None:
-    """In a loop of `step`, where Ctrl-C is not held back, every request still ends, and rightly."""
+    """Ctrl-C is not deferred in a loop of `step`, but every request still ends, with the right
+    ids."""
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     expected = greedy_ids(make_paged_llm(tiny_qwen3), prompts, NUM_TOKENS)
     llm = make_paged_llm(tiny_qwen3)
@@ -36,6 +37,7 @@ def test_interrupt_within_the_bookkeeping(tiny_qwen3: Path, method: str, number:
         if llm.is_finished():
             break
     assert llm.is_finished()
-    if method != "_release" or number == 1:  # what ended in the interrupted step is not reported
+    # Requests that end in the interrupted step are not reported.
+    if method != "_release" or number == 1:
         assert [results[seq_id] for seq_id in ids] == expected
     llm.scheduler.block_manager.check_integrity([])

@@ -1,4 +1,4 @@
-"""A user's script on two ranks: however it ends, no process and no directory is left."""
+"""Tests that a user's script on two ranks leaves no process and no directory, however it ends."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)]
 
 
 class Script:
-    """A running script in a session of its own, as in a terminal."""
+    """Runs a script in a process session of its own, as in a terminal."""
 
     def __init__(self, args: list[str], directory: Path) -> None:
         self.directory = directory
@@ -53,21 +53,23 @@ class Script:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def check_gone(self) -> str:
-        """Nothing is left soon after what ends it; returns what it wrote to stderr."""
+        """Waits for the script's end, checks that no process or directory is left soon after it,
+        and returns what the script wrote to stderr."""
         self.process.wait(SOON)
         until(lambda: not self.session(), SOON)
         assert not list(self.directory.glob("nanovllm-*"))
         return self.log.read_text()
 
     def check_interrupted(self) -> str:
-        """As `check_gone`, by a KeyboardInterrupt that nobody caught."""
+        """Checks as `check_gone` does, and that an uncaught KeyboardInterrupt ended the script."""
         errors = self.check_gone()
         assert errors.rstrip().endswith("KeyboardInterrupt"), errors
         assert self.process.returncode == -signal.SIGINT, errors
         return errors
 
     def session(self) -> list[int]:
-        """The processes that run; a zombie does not, it only waits for its parent's notice."""
+        """Returns the running processes of the session. Zombies, which only wait to be reaped by
+        their parents, do not count."""
         return [p.pid for p in psutil.process_iter() if session_of(p) == self.process.pid]
 
 
@@ -81,7 +83,7 @@ def session_of(process: psutil.Process) -> int | None:
 
 @pytest.fixture
 def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
-    """Starts the script on the tiny model, to do what it is told."""
+    """Provides a function that starts the script on the tiny model."""
     scripts: list[Script] = []
 
     def start(what: str = "", script: str | Path = SCRIPT, device: str = "cpu") -> Script:
@@ -97,7 +99,7 @@ def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
 
 
 def start(run: Run, what: str, device: str = "cpu") -> Script:
-    """The script, about to do what it is told."""
+    """Starts the script and returns when it is about to do `what`."""
     script = run(what, device=device)
     for line in ("starting", "ready"):
         script.wait_for(line)
@@ -105,7 +107,8 @@ def start(run: Run, what: str, device: str = "cpu") -> Script:
 
 
 def start_loading(run: Run, seconds: float) -> Script:
-    """The script, with workers that began so long ago; where loading is faster, it sleeps."""
+    """Starts the script and returns `seconds` after its workers began; if loading takes less, the
+    script sleeps by then."""
     script = run("sleep")
     script.wait_for("starting")
     until(script.workers, STARTING)
@@ -150,7 +153,7 @@ def test_ctrl_c_in_generate(run: Run, device: str) -> None:
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_ctrl_c_while_idle(run: Run, is_stopped: bool) -> None:
     script = start(run, "sleep")
-    if is_stopped:  # a worker that does not end by itself
+    if is_stopped:  # this worker does not end by itself
         script.workers()[0].suspend()
     script.ctrl_c()
     script.check_interrupted()
@@ -158,11 +161,12 @@ def test_ctrl_c_while_idle(run: Run, is_stopped: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_second_ctrl_c_where_a_step_hangs(run: Run, device: str) -> None:
-    """The first is for the end of the step."""
+    """The first Ctrl-C waits for the end of the step, so only the second one ends the script."""
     script = start(run, "generate", device)
     (worker,) = script.workers()
     worker.suspend()
-    for _ in range(2):  # what GPUs have in their queues ends, and then one waits for the other
+    # On GPUs, the work in the queues ends first, and then one GPU waits for the other.
+    for _ in range(2):
         time.sleep(2)
         assert script.process.poll() is None
         script.ctrl_c()

@@ -1,4 +1,5 @@
-"""A step that fails or is interrupted: what was asked in the call is gone, all else is unharmed."""
+"""Tests that a step that fails or is interrupted drops the requests of its call and harms no
+others."""
 
 import os
 import signal
@@ -56,7 +57,7 @@ def llm(request: pytest.FixtureRequest, tiny_qwen3: Path) -> LLM:
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[object]:
-    """The SIGINT handler, which every test must leave in place."""
+    """Returns the SIGINT handler, and checks that the test has left it in place."""
     before = signal.getsignal(signal.SIGINT)
     yield before
     after = signal.getsignal(signal.SIGINT)
@@ -66,7 +67,7 @@ def handler() -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_qwen3: Path, prompts: list[Ids]) -> dict[int, Ids]:
-    """What the two requests of `add_pending` end with if nothing happens."""
+    """Returns the ids of the two requests of `add_pending` when no step fails."""
     llm = make_paged_llm(tiny_qwen3)
     add_pending(llm, prompts)
     return drain(llm)

@@ -1,4 +1,4 @@
-"""Several ranks compute what one computes (fp32), whatever way the engine goes about it."""
+"""Tests that several ranks compute what one rank computes (fp32), however the engine schedules."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -36,7 +36,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)]
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Where both sides of a comparison run: as processes of the CPU, or on a GPU each."""
+    """Returns the device of the compared engines: on the CPU the ranks are processes, on CUDA each
+    has a GPU."""
     return str(request.param)
 
 
@@ -68,7 +69,7 @@ def batch_of(message: bytes) -> ScheduledBatch:
 
 @pytest.fixture(scope="module")
 def pair(tiny_qwen3: Path, device: str) -> Iterator[LLM]:
-    """Two ranks that all tests share: the knobs that they turn are rank 0's alone."""
+    """Provides an engine of two ranks that all tests share: they change settings of rank 0 only."""
     with make_ranks(tiny_qwen3, 2, device=device) as llm:
         yield llm
 
@@ -88,7 +89,7 @@ def test_chunks_cache_hits_and_waiting_for_each_step(
     expected: Prompts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first of these runs is the only one with a cold prefix cache."""
+    """Only the first run of this test starts with a cold prefix cache."""
     monkeypatch.setattr(pair.scheduler, "max_num_batched_tokens", budget)
     monkeypatch.setattr(pair.config, "async_scheduling", is_async)
     sent = sent_batches(pair, monkeypatch)
@@ -111,13 +112,14 @@ def test_requests_without_seed_and_chunks_with_a_cold_prefix_cache(
 def test_preemption_small_blocks_and_messages_larger_than_the_segment(
     tiny_qwen3: Path, device: str, ragged_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs without graphs, too."""
+    """The engine runs eagerly, so this also covers GPUs without CUDA graphs."""
     prompts = ragged_prompts[16:]
     expected = ids_of_one_rank(tiny_qwen3, prompts, device=device)
     monkeypatch.setattr(workers, "Sender", partial(Sender, num_slots=3, slot_bytes=64))
     small = {"kvcache_block_size": 4, "num_kvcache_blocks": 36, "enforce_eager": True}
     with make_ranks(tiny_qwen3, 2, device=device, **small) as llm:
-        monkeypatch.setattr(llm.scheduler, "reserved_tokens", 0)  # which would save preemptions
+        # A reserve would avoid preemptions.
+        monkeypatch.setattr(llm.scheduler, "reserved_tokens", 0)
         sent = sent_batches(llm, monkeypatch)
         for _ in range(2):
             assert mixed_ids(llm, prompts) == expected
@@ -166,7 +168,8 @@ def test_models(name: str, device: str, tmp_path: Path, ragged_prompts: Prompts)
 
 
 def test_padding_never_wins_over_negative_logits(tmp_path: Path, ragged_prompts: Prompts) -> None:
-    """A row of zeros would: the hidden states' first entry is large, its weights are negative."""
+    """All logits are negative, because the hidden states' first entry is large and its weights are
+    negative, so a padding row of zeros would have the largest logit."""
     checkpoint = make_checkpoint(tmp_path, with_tokenizer=False, **UNTIED)
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.embed_tokens.weight"][:, 0], tensors["lm_head.weight"][:, 0] = 1000, -20

@@ -1,4 +1,4 @@
-"""What ranks on GPUs have beyond those on the CPU: memory that they share, and NCCL."""
+"""Tests what only ranks on GPUs have: peer memory and NCCL."""
 
 import os
 from pathlib import Path

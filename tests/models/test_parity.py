@@ -1,4 +1,4 @@
-"""The same logits and the same greedy ids as Hugging Face."""
+"""Tests that logits and greedy ids equal those of Hugging Face."""
 
 import os
 from pathlib import Path
@@ -56,7 +56,8 @@ def test_half_precision_logits_are_close(
 
 @pytest.mark.slow
 def test_real_checkpoint_answers_as_hugging_face() -> None:
-    """NANOVLLM_TEST_MODEL: a chat checkpoint of a supported architecture; run in fp32."""
+    """NANOVLLM_TEST_MODEL names a chat checkpoint of a supported architecture, which runs in
+    fp32."""
     path = os.environ.get("NANOVLLM_TEST_MODEL")
     if path is None:
         pytest.skip("NANOVLLM_TEST_MODEL is not set")

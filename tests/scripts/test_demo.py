@@ -1,4 +1,4 @@
-"""demo/train.py from end to end, and the checkpoint that it made, in demo/austen."""
+"""Tests demo/train.py from end to end, and the checkpoint in demo/austen that it made."""
 
 import importlib
 import json
@@ -93,7 +93,7 @@ def run_train(*args: str | Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def novels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two novels of three chapters; each word says something about the next."""
+    """Writes two novels of three chapters in which each word helps to predict the next."""
     path, rng = tmp_path_factory.mktemp("novels"), random.Random(0)
     subjects, verbs = ["Emma", "my dear aunt", "the colonel"], ["admired", "forgot", "married"]
     for name in ("first", "second"):
@@ -187,7 +187,7 @@ def test_mean_loss_scores_every_token_once(
 
 @pytest.fixture(scope="module")
 def shipped() -> Iterator[LLM]:
-    # The prefixes of the passage fit one step.
+    # All prefixes of the passage fit one step.
     sizes = {"max_model_len": 512, "num_kvcache_blocks": 1024, "max_num_seqs": 512}
     with make_llm(SHIPPED, dtype="float32", **sizes) as llm:
         yield llm
@@ -225,13 +225,14 @@ def test_shipped_samples_are_seeded_and_readable(shipped: LLM) -> None:
 
 
 def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
-    """Of ids[1:], by the logits after each of the ids before the last."""
+    """Returns the perplexity of ids[1:], given the logits after each id but the last."""
     return math.exp(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).item())
 
 
 @needs_shipped
 def test_shipped_perplexity_equals_hugging_face(shipped: LLM) -> None:
-    """Teacher-forced: the runner gets every prefix of the passage, Hugging Face the whole."""
+    """Both are teacher-forced: the engine gets every prefix of the passage, Hugging Face the whole
+    passage."""
     assert shipped.tokenizer is not None
     reference = HuggingFace(SHIPPED)
     ids = shipped.tokenizer.encode(PASSAGE)

@@ -1,4 +1,5 @@
-"""The pages for users and contributors: their links, the code that they name, and their example."""
+"""Tests the pages for users and contributors: their links, the code they name, and their
+example."""
 
 import ast
 import os
@@ -41,7 +42,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_files_that_the_pages_name_exist(page: str, at_least: int) -> None:
     text = (ROOT / "docs" / page).read_text()
     named = set(re.findall(r"`((?:nanovllm|tests)/[\w/]+\.py)`", text))
-    named -= {"nanovllm/models/FAMILY.py", "nanovllm/models/llama.py"}  # what the reader adds
+    named -= {"nanovllm/models/FAMILY.py", "nanovllm/models/llama.py"}  # the reader adds these
     assert len(named) >= at_least
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
@@ -118,7 +119,8 @@ def test_the_example_of_adding_a_sampling_parameter_applies(tmp_path: Path) -> N
             assert source.count(before) == 1, f"{name} does not have once:\n{before}"
             source = source.replace(before, after)
         (tmp_path / name).write_text(source)
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}  # without a GPU, Triton interprets already
+    # Without a GPU, conftest.py has set TRITON_INTERPRET already.
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(
         [sys.executable, "-c", LIMITED_SAMPLING],
         check=True,

@@ -1,4 +1,4 @@
-"""example.py and bench.py as a user runs them, and what README.md promises."""
+"""Tests example.py and bench.py as a user runs them, and what README.md promises."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def lengths(workload: list[tuple[list[int], int]]) -> list[tuple[int, int]]:
 
 
 def section(title: str) -> str:
-    """The README from the heading that starts with `title` to the next heading."""
+    """Returns the README's text from the heading that starts with `title` to the next heading."""
     match = re.search(rf"^##+ {re.escape(title)}[^\n]*\n(.*?)(?=^#|\Z)", README, re.M | re.S)
     assert match, f"README.md has no section {title!r}"
     return match[1]

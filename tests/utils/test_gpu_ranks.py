@@ -1,4 +1,4 @@
-"""What ranks on GPUs need that shows without any: their devices, and waits that end."""
+"""Tests, without GPUs, what ranks on GPUs need: the choice of devices, and waits that end."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def test_waiting_for_a_gpu_ends_with_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its event passes once nobody waits any more, or never."""
+    """The wait raises if the event completes only after the links are aborted, or never."""
     answers = iter([False, False, True])
     event = SimpleNamespace(query=lambda: next(answers, False))
     links = SimpleNamespace(is_aborted=False)
@@ -99,7 +99,7 @@ def test_nccl_is_aborted_between_calls_unless_one_hangs(
 
 @pytest.mark.parametrize("names", [("_shutdown", "abort"), ("_abort",), ("_shutdown",)])
 def test_nccl_is_aborted_by_what_torch_has_for_it(names: tuple[str, ...]) -> None:
-    """2.4 has nothing but `_shutdown`, which in later ones waits for the peers."""
+    """Torch 2.4 has only `_shutdown`, which waits for the peers in later versions."""
     called: list[str] = []
     links = make_links(**{name: partial(called.append, name) for name in names})
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_nccl_is_aborted_if_connecting_goes_no_further(monkeypatch: pytest.Monke
 
 
 def test_no_thread_outlives_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if something follows NCCL's end."""
+    """The thread ends first even if it goes on working after it has aborted NCCL."""
     links = make_links(abort=lambda: None)
     abort, close, is_closing = links.abort, links.close, Event()
 
@@ -148,7 +148,7 @@ def test_no_thread_outlives_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "close", lambda: [is_closing.set(), close()])
     monkeypatch.setattr(workers, "LAST_SECONDS", SOON)
     monkeypatch.setattr(workers, "connect", lambda *_: TPGroup(0, 2, links=links))
-    monkeypatch.setattr(workers, "wait_for_any", lambda _: None)  # a worker has ended
+    monkeypatch.setattr(workers, "wait_for_any", lambda _: None)  # returns as if a worker had ended
     all_workers = Workers()
     all_workers._group = all_workers._connect(None, "")  # type: ignore[arg-type]
     watcher = all_workers._watcher
@@ -162,7 +162,8 @@ def test_no_thread_outlives_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_links_that_come_after_ctrl_c_are_ended(
     is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or just before it: nobody will use them."""
+    """Links that are connected just before Ctrl-C or after it are closed, because nobody will use
+    them."""
     may_connect, has_ended = Event(), Event()
     aborted: list[str] = []
     links = make_links(abort=lambda: aborted.append("NCCL"))

@@ -1,4 +1,4 @@
-"""The memory that a process may use is that of its container."""
+"""Tests that a container's limit bounds the memory that a process may use."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Checkpoints that do and do not match their config, and what each rank reads of them."""
+"""Tests loading checkpoints that do and do not match their config, and what each rank reads."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ PROMPT = [5, 300, 17, 222, 80, 9, 411]
 
 @pytest.fixture
 def checkpoint(tiny_qwen3: Path, tmp_path: Path) -> Path:
-    """A copy that the test may change: tied, one file."""
+    """Makes a copy of a tied checkpoint of one file that the test may change."""
     return Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
 
 
@@ -111,7 +111,7 @@ def split_in_two(checkpoint: Path, with_index: bool) -> None:
 def test_sharded_checkpoint(checkpoint: Path, with_index: bool) -> None:
     expected = logits_of(checkpoint)
     split_in_two(checkpoint, with_index)
-    if with_index:  # then a stray file is ignored
+    if with_index:  # with an index, files that it does not name are ignored
         save_file({Q_PROJ: torch.ones(64, 64)}, checkpoint / "consolidated.safetensors")
     assert torch.equal(logits_of(checkpoint), expected)
 
@@ -162,7 +162,7 @@ def test_untied_without_a_head(checkpoint: Path) -> None:
 def test_bfloat16_checkpoint(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, dtype=torch.bfloat16)
     with make_llm(checkpoint) as llm:
-        for param in model_of(llm).parameters():  # those in oneDNN's layout may be in fp32
+        for param in model_of(llm).parameters():  # parameters in oneDNN's layout may be in fp32
             assert param.dtype in (torch.bfloat16, torch.float32)[: 1 + param.is_mkldnn]
     with make_llm(checkpoint, dtype="float32") as llm:
         assert {param.dtype for param in model_of(llm).parameters()} == {torch.float32}
@@ -189,12 +189,13 @@ def test_rope_theta_is_read_from_either_spelling(checkpoint: Path, spelling: str
     edit_json(config, **absent | (old if spelling == "4.x" else new))
     logits = logits_of(checkpoint)
     assert (logits - other_theta).abs().max() > 0.1
-    edit_json(config, **old | new)  # the installed Hugging Face may read only one of them
+    edit_json(config, **old | new)  # the installed transformers may read only one of them
     assert_logits_close(logits, HuggingFace(checkpoint).last_logits(PROMPT))
 
 
 def by_checkpoint_name(model: nn.Module, mapping: PackedModules) -> Tensors:
-    """One rank's parameters, packed ones taken apart: q | k | v is 2 : 1 : 1, gate | up 1 : 1."""
+    """Returns one rank's parameters by their names in the checkpoint, with packed ones split: q, k
+    and v are 2 : 1 : 1, gate and up 1 : 1."""
     tensors: Tensors = {}
     for name, param in model.named_parameters():
         *parents, module, kind = name.split(".")
@@ -229,7 +230,7 @@ def test_pieces_of_two_ranks_make_up_the_checkpoint(tmp_path: Path) -> None:
 
 
 class PartialSums(TPGroup):
-    """A rank without processes: what it would send to the others is its result."""
+    """Is a rank without peers whose all-reduce returns the rank's own summand."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -1,4 +1,4 @@
-"""A model can be loaded a second time, into the layouts that it computes with."""
+"""Tests that a model can be loaded a second time, into the layouts that it computes with."""
 
 from pathlib import Path
 

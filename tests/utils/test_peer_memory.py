@@ -1,4 +1,5 @@
-"""Memory that GPUs share: on all ranks or none, freed whatever happens, and of bounded size."""
+"""Tests that all ranks or none get peer memory, that it is always freed, and that its size is
+bounded."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,8 @@ CPU = torch.device("cpu")
 
 
 class Driver:
-    """Hands out addresses, and takes them back in the context they come from; what is `refused`
-    fails, such as opening another rank's memory."""
+    """Simulates the CUDA driver: hands out addresses, takes them back in the context they came
+    from, and fails the call `refused`, such as opening another rank's memory."""
 
     def __init__(self, refused: str = "") -> None:
         self.refused = refused
@@ -56,7 +57,8 @@ class Driver:
         return function
 
     def check_freed(self) -> None:
-        """Everything, while nothing ran, in its context; and the thread has its own again."""
+        """Checks that all memory was freed in its own context after a synchronization, and that the
+        thread then got its previous context back."""
         assert not self.held
         first, second, *frees, last = self.calls
         assert [first, second, last] == [
@@ -69,7 +71,7 @@ class Driver:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> local:
-    """Its `driver` is what the thread takes for CUDA's."""
+    """Returns a thread-local whose `driver` replaces the CUDA driver in each thread."""
     own = local()
     monkeypatch.setattr(peer_memory, "_call", lambda *args: own.driver.call(*args))
     monkeypatch.setattr(peer_memory, "_driver", lambda: own.driver)
@@ -128,7 +130,7 @@ def test_peer_memory_is_freed_if_a_peer_is_lost_on_the_way(number: int, own: loc
     ("size", "shape", "num_rows", "held"),
     [
         (2, (10, 100), MIN_ROWS, MIN_ROWS),
-        (2, (100_000, 4000), 4194, 1048),  # more are summed at a time than gathered
+        (2, (100_000, 4000), 4194, 1048),  # fewer rows are gathered at a time than summed
         (8, (512, 10240), 58, 58),
     ],
 )

@@ -1,4 +1,4 @@
-"""What rows sample with gets from the host to the device unchanged."""
+"""Tests that the sampling parameters of rows get from the host to the device unchanged."""
 
 import dataclasses
 import pickle
@@ -43,7 +43,7 @@ def test_staging_keeps_integers_and_floats_apart(num: int) -> None:
 
 
 def test_rows_of_one_call_share_their_parameters_in_a_message() -> None:
-    """The object is pickled once for all rows of a step."""
+    """The parameters are pickled once for all rows of a step."""
     params = SamplingParams(temperature=0.5)
     rows = pickle.loads(pickle.dumps([RowInit(params, seed, [1]) for seed in SEEDS]))
     assert rows[0].sampling_params == params
