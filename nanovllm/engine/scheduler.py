@@ -45,9 +45,8 @@ class Scheduler:
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
         self._offered: list[int] = []  # by the step that is being scheduled
-        self._blocked: tuple[int, int] | None = (
-            None  # the head that found too few blocks, and how many
-        )
+        # The head that found too few free blocks, and how many there were.
+        self._blocked: tuple[int, int] | None = None
 
     def add(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
