@@ -110,14 +110,18 @@ class BlockManager:
         seq.block_table = NO_BLOCKS
         seq.num_published_blocks = 0
 
-    def publish(self, seq: Sequence, num_tokens: int) -> list[int]:
+    def unpublished_blocks(self, seq: Sequence, num_tokens: int) -> list[int]:
+        """Returns the blocks that `publish` with the same arguments would offer."""
+        return seq.block_table[seq.num_published_blocks : num_tokens // self.block_size]
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Offers the full blocks among the first `num_tokens` tokens of `seq` to later prompts.
 
         The tokens must be known, and their K/V be written by an earlier step or by the one that is
-        being scheduled. Returns the blocks that were not offered before.
+        being scheduled.
         """
         if not self.enable_prefix_caching:
-            return []
+            return
         num_full = num_tokens // self.block_size
         self._extend_hashes(seq, num_full)
         for index in range(seq.num_published_blocks, num_full):
@@ -132,9 +136,7 @@ class BlockManager:
             else:  # twins share the object, so that chains compare as identical
                 self._published[block_id] = self._published[twin]
                 self._twins.setdefault(block_hash, []).append(block_id)
-        offered = seq.block_table[seq.num_published_blocks : num_full]
         seq.num_published_blocks = max(seq.num_published_blocks, num_full)
-        return offered
 
     def withdraw(self, block_ids: Iterable[int]) -> None:
         """Takes back the offer of blocks whose K/V a failed step has not written."""

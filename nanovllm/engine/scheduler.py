@@ -149,8 +149,9 @@ class Scheduler:
             budget -= end - start
             seq.num_computed_tokens = end
             # At once: every layer stores the K/V of a whole step before it attends, so that prompts
-            # of the same step can share it.
-            self._offered += self.block_manager.publish(seq, end)
+            # of the same step can share it. Noted first, should publishing be interrupted.
+            self._offered += self.block_manager.unpublished_blocks(seq, end)
+            self.block_manager.publish(seq, end)
             if is_last:
                 seq.num_tokens += 1
                 self.waiting.popleft()

@@ -93,6 +93,32 @@ def test_what_an_aborted_request_had_offered_is_taken_back_too() -> None:
     assert schedule(scheduler).chunks[0].start == 0
 
 
+@pytest.mark.parametrize("number", [2, 4, 5])
+def test_an_interrupt_while_blocks_are_offered_leaves_none_of_them(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their step is never launched, so nothing writes their K/V."""
+    scheduler = make_scheduler()
+    seq = add(scheduler, 0, [*PREFIX, 1])
+    manager, calls = scheduler.block_manager, list[int]()
+    lookup = manager._lookup
+
+    def interrupted(*args: object) -> int | None:
+        if seq.block_table:  # admitted: it is being published
+            calls.append(1)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+        return lookup(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_lookup", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.schedule()
+    scheduler.recover()
+    manager.check_integrity([seq])
+    assert schedule(scheduler).chunks[0].start == 0
+
+
 def test_an_abort_of_a_launched_request_leaves_its_offer() -> None:
     """The launched step runs in spite of the abort, before the step of any request that finds its
     blocks."""
