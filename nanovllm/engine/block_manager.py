@@ -83,7 +83,8 @@ class BlockManager:
                 del self._free_cached[block_id]
             self._ref_counts[block_id] = self._ref_counts.get(block_id, 0) + 1
         seq.block_table = hits + [self._take_free_block() for _ in range(num_new)]
-        seq.num_computed_tokens = len(hits) * self.block_size
+        # At least one token is computed, to sample what follows it.
+        seq.num_computed_tokens = min(len(hits) * self.block_size, len(seq.token_ids) - 1)
         seq.num_published_blocks = len(hits)
         return True
 
@@ -165,13 +166,10 @@ class BlockManager:
         assert self._twins.keys() <= self._block_by_hash.keys(), "twins of nothing"
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """Returns the cached blocks of the longest known prefix of `seq`.
-
-        They never cover all tokens: at least one must be computed, to sample what follows it.
-        """
+        """Returns the cached blocks of the longest known prefix of `seq`, maybe all of it."""
         if not self.enable_prefix_caching:
             return []
-        num_usable = (len(seq.token_ids) - 1) // self.block_size
+        num_usable = len(seq.token_ids) // self.block_size
         self._extend_hashes(seq, num_usable)
         hits: list[int] = []
         for index in range(num_usable):

@@ -4,14 +4,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.autotune import TunedMatmuls, applied, autotune_matmuls
-from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
 from nanovllm.engine.compilation import compile_together, decode_attention_calls
-from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes, graph_bytes
+from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes, graph_bytes
 from nanovllm.engine.kv_cache import KVCache
+from nanovllm.engine.prefill_layout import (
+    MAX_GRAPH_CONTEXT,
+    PrefillArrays,
+    PrefillLayout,
+    graph_layouts,
+)
 from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
 from nanovllm.engine.warm_up import activation_bytes, warm_up_batches
@@ -37,7 +44,10 @@ class ModelRunner:
         self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: StepGraphs | None = None
+        self._prefill_graphs: StepGraphs | None = None
+        self._graph_layouts: list[PrefillLayout] = []  # of the prefills that have graphs, ascending
+        self._graph_context = min(config.max_model_len, MAX_GRAPH_CONTEXT)  # of theirs, the longest
         self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
         if self.device.type == "cuda":
@@ -60,12 +70,11 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
         with self._on_stream(), torch.inference_mode():
-            ids = self._prefill(batch) if batch.is_prefill else self._decode(batch)
-            return self._to_host.fetch(ids)
+            return self._to_host.fetch(self._sampled_ids(batch))
 
     def drop_graphs(self) -> None:
         """Frees the CUDA graphs without waiting for the GPU; later steps run without them."""
-        self._graphs = None
+        self._decode_graphs = self._prefill_graphs = None
 
     def exit(self) -> None:
         """Frees everything; nothing else works afterwards. A second call does nothing."""
@@ -110,30 +119,83 @@ class ModelRunner:
         """
         config, device = self.config, self.device
         sizes = bucket_sizes(config.max_num_seqs) if self._can_capture() else []
+        layouts: list[PrefillLayout] = []
+        if sizes and self.group.size == 1:  # sums over ranks of so many tokens may go through NCCL
+            layouts = graph_layouts(config.max_num_batched_tokens, config.max_num_seqs)
+        prefill_sizes = [layout.size for layout in layouts]
+        self._graph_layouts = layouts
         self.kv_cache.allocate(1)
         attention = self.model.attention_layers[0]
         compile_together(decode_attention_calls(attention, self._decode_sizes()), device)
         if sizes and config.autotune_matmul:
             self._tuned_matmuls = autotune_matmuls(self.model, sizes[-1], self.group)
         working_bytes = activation_bytes(self._warm_up, device)
-        working_bytes += graph_bytes(self._capture, sizes, device) if sizes else 0
+        working_bytes += graph_bytes(self._capture_decode, sizes, device)
+        working_bytes += graph_bytes(self._capture_prefill, prefill_sizes, device)
         self.kv_cache.allocate_on_gpu(free_at_start, working_bytes)
         if sizes:
-            self._graphs = self._capture(sizes)
+            self._decode_graphs = self._capture_decode(sizes)
+        if prefill_sizes:
+            self._prefill_graphs = self._capture_prefill(prefill_sizes)
         self._warm_up()
 
-    def _prefill(self, batch: ScheduledBatch) -> torch.Tensor:
-        inputs, last_tokens, rows = self.rows.prefill_inputs(batch)
-        hidden = self._forward(inputs, last_tokens)
-        return self._sample(hidden, rows) if len(rows) else rows  # no prompt ends: no ids
+    def _sampled_ids(self, batch: ScheduledBatch) -> Iterator[torch.Tensor]:
+        """Launches the parts of a step one after the other; yields the ids that each samples.
 
-    def _decode(self, batch: ScheduledBatch) -> torch.Tensor:
+        Decode comes first: its launch is short, and the GPU is busy with it while the host prepares
+        the prompts.
+        """
+        if batch.decode is not None:
+            yield self._decode(batch.decode)
+        if batch.prefill is not None:
+            yield self._prefill(batch.prefill)
+
+    def _prefill(self, part: PrefillPart) -> torch.Tensor:
+        self.rows.start(part)
+        num_sampled = len(part.sampled_rows)
+        layout = next((layout for layout in self._graph_layouts if layout.holds(part)), None)
+        if self._prefill_graphs and layout and part.max_context_len <= self._graph_context:
+            packed = self.rows.send(layout.pack(part))
+            return self._prefill_graphs.replay(packed)[:num_sampled]
+        layout = PrefillLayout(part.num_tokens, len(part.rows))
+        return self._prefill_step(
+            layout.unpack(self.rows.send(layout.pack(part))),
+            num_sampled,
+            max_seqlen_q=max(len(chunk.token_ids) for chunk in part.chunks),
+            max_context_len=part.max_context_len,
+            is_paged=any(chunk.start for chunk in part.chunks),
+        )
+
+    def _prefill_step(
+        self,
+        arrays: PrefillArrays,
+        num_sampled: int,
+        *,
+        max_seqlen_q: int,
+        max_context_len: int,
+        is_paged: bool,
+    ) -> torch.Tensor:
+        """Prefills, and samples after the first `num_sampled` of the `last_tokens`."""
+        inputs = self.rows.prefill_inputs(
+            arrays,
+            max_seqlen_q=max_seqlen_q,
+            max_context_len=max_context_len,
+            is_paged=is_paged,
+        )
+        hidden = self._forward(inputs, arrays.last_tokens[:num_sampled])
+        rows = arrays.sampled_rows[:num_sampled]
+        return self._sample(hidden, rows) if num_sampled else rows  # no prompt ends: no ids
+
+    def _decode(self, batch: DecodePart) -> torch.Tensor:
         self.rows.grow(batch.growth)
         n = len(batch.rows)
-        size = self._graphs.size_for(n) if self._graphs else None
-        if self._graphs is None or size is None:
-            return self._decode_step(self.rows.send_rows(batch.rows), batch.max_context_len)
-        return self._graphs.replay(self.rows.send_rows(batch.rows + [-1] * (size - n)))[:n]
+        size = self._decode_graphs.size_for(n) if self._decode_graphs else None
+        if self._decode_graphs is None or size is None:
+            return self._decode_step(self._send_rows(batch.rows), batch.max_context_len)
+        return self._decode_graphs.replay(self._send_rows(batch.rows + [-1] * (size - n)))[:n]
+
+    def _send_rows(self, rows: list[int]) -> torch.Tensor:
+        return self.rows.send(np.array(rows))
 
     def _decode_step(self, rows: torch.Tensor, max_context_len: int) -> torch.Tensor:
         return self._sample(self._forward(self.rows.decode_inputs(rows, max_context_len)), rows)
@@ -155,12 +217,30 @@ class ModelRunner:
         # The torch backend reads lengths on the host, which a graph cannot.
         return not self.config.enforce_eager and self.backend.name != "torch"
 
-    def _capture(self, sizes: Sequence[int]) -> DecodeGraphs:
+    def _capture_decode(self, sizes: Sequence[int]) -> StepGraphs:
+        """Captures decode steps of so many rows."""
         max_model_len = self.config.max_model_len
         with applied(self._tuned_matmuls):
-            return DecodeGraphs(
+            return StepGraphs(
                 lambda rows: self._decode_step(rows, max_model_len), sizes, self.device
             )
+
+    def _capture_prefill(self, sizes: Sequence[int]) -> StepGraphs:
+        """Captures prefill steps of the layouts that have these sizes."""
+        layouts = {layout.size: layout for layout in self._graph_layouts}
+
+        def step(packed: torch.Tensor) -> torch.Tensor:
+            layout = layouts[len(packed)]
+            return self._prefill_step(
+                layout.unpack(packed),
+                layout.num_seqs,
+                max_seqlen_q=layout.num_tokens,
+                max_context_len=self._graph_context,
+                is_paged=True,
+            )
+
+        with applied(self._tuned_matmuls):
+            return StepGraphs(step, sizes, self.device, padding=0)
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads

@@ -9,13 +9,21 @@ from collections import deque
 from collections.abc import Collection
 from operator import attrgetter
 
-from nanovllm.engine.batch import BlockGrowth, PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.batch import (
+    BlockGrowth,
+    DecodePart,
+    PrefillChunk,
+    PrefillPart,
+    RowInit,
+    ScheduledBatch,
+)
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 
 class Scheduler:
-    """First come, first served; prefill before decode.
+    """Each step decodes all running sequences; prompts, first come first served, fill the rest of
+    its budget of tokens. So neither do prompts stall decoding, nor do they need steps of their own.
 
     Sequences are resident (hold a row and blocks) from their first scheduled chunk. `running` are
     those whose whole prompt has been scheduled, in order of admission; a prompt that is only partly
@@ -61,11 +69,16 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Returns the next step, None if nothing can run before the step in flight completes."""
-        batch = self._schedule_prefill() or self._schedule_decode()
-        if batch is not None:
-            self._offers.append(self._offered)
-            self._offered = []
-        return batch
+        if not self._make_room():
+            return None
+        decode = self._schedule_decode()
+        num_decoded = len(decode.rows) if decode else 0
+        prefill = self._schedule_prefill(self.max_num_batched_tokens - num_decoded)
+        if decode is None and prefill is None:
+            return None
+        self._offers.append(self._offered)
+        self._offered = []
+        return ScheduledBatch(decode, prefill)
 
     def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
@@ -80,7 +93,7 @@ class Scheduler:
             if seq is None:
                 continue
             # The step has computed the last known token; when that filled a block, publish it.
-            if not batch.is_prefill and len(seq.token_ids) % self.block_manager.block_size == 0:
+            if len(seq.token_ids) % self.block_manager.block_size == 0:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
             if self._finish_if_ended(seq, token_id):
@@ -124,15 +137,11 @@ class Scheduler:
         while self.running:
             self._preempt_last()
 
-    def _schedule_prefill(self) -> ScheduledBatch | None:
-        """Admits requests in order while rows, blocks and budget last; the last may get a chunk.
-
-        While a prompt is only partly scheduled every step is a prefill, so that neither decode nor
-        preemption ever meets one.
-        """
+    def _schedule_prefill(self, budget: int) -> PrefillPart | None:
+        """Schedules `budget` tokens of prompts while rows and blocks last; the last may get a
+        chunk."""
         seqs: list[Sequence] = []
         chunks: list[PrefillChunk] = []
-        budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             init = None
@@ -144,7 +153,8 @@ class Scheduler:
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
-            chunks.append(PrefillChunk(start, seq.token_ids[start:end], is_last, init))
+            is_cached = start < seq.num_published_blocks * self.block_manager.block_size
+            chunks.append(PrefillChunk(start, seq.token_ids[start:end], is_last, is_cached, init))
             seqs.append(seq)
             budget -= end - start
             seq.num_computed_tokens = end
@@ -156,7 +166,7 @@ class Scheduler:
                 seq.num_tokens += 1
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
-        return self._batch(seqs, chunks, []) if seqs else None
+        return PrefillPart(*_named(seqs), chunks, _longest(seqs)) if seqs else None
 
     def _allocate(self, seq: Sequence) -> bool:
         """Takes the blocks of the first waiting sequence, unless too few would stay for others.
@@ -174,23 +184,34 @@ class Scheduler:
         self._blocked = None if has_blocks else (seq.seq_id, num_free)
         return has_blocks
 
-    def _schedule_decode(self) -> ScheduledBatch | None:
-        """Schedules one token for each running sequence, except those whose final one is scheduled.
+    def _growing(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Returns the sequences that decode next, which are those running whose final token is not
+        scheduled yet, and which of them need a new block for it."""
+        seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
+        return seqs, [seq for seq in seqs if self.block_manager.needs_block(seq)]
 
-        It preempts the most recently admitted sequences until the others have their blocks: the
-        pool holds at least one request of `max_model_len`, so the first admitted always fits. It
-        returns None if preemption must wait for a step in flight, whose ids a preempted sequence
+    def _make_room(self) -> bool:
+        """Preempts the most recently admitted sequences until the others have their next blocks.
+
+        The pool holds at least one request of `max_model_len`, so the first admitted always fits.
+        It returns False if it must wait for a step in flight, whose ids a preempted sequence
         recomputes.
         """
-        while True:
-            seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
-            growing = [seq for seq in seqs if self.block_manager.needs_block(seq)]
-            if len(growing) <= self.block_manager.num_free_blocks:
-                break
-            if self._offers:  # a step is in flight
-                return None
-            self._preempt_last()
+        while len(self._growing()[1]) > self.block_manager.num_free_blocks:
+            head = self.waiting[0] if self.waiting else None
+            if head is not None and head.row is not None:  # partly scheduled: no id to wait for
+                self._release(head)
+            elif self._offers:  # a step is in flight
+                return False
+            else:
+                self._preempt_last()
             self.num_preemptions += 1
+        return True
+
+    def _schedule_decode(self) -> DecodePart | None:
+        """Schedules one token for each running sequence, except those whose final one is scheduled;
+        their blocks are free."""
+        seqs, growing = self._growing()
         growth = []
         for seq in growing:
             block_id = self.block_manager.append_block(seq)
@@ -200,7 +221,7 @@ class Scheduler:
             seq.num_tokens += 1
         # Longest first: else a long context that starts late leaves most of a GPU idle at the end.
         seqs.sort(key=_num_tokens, reverse=True)
-        return self._batch(seqs, [], growth) if seqs else None
+        return DecodePart(*_named(seqs), growth, _longest(seqs)) if seqs else None
 
     def _preempt_last(self) -> None:
         _, seq = self.running.popitem()
@@ -225,17 +246,6 @@ class Scheduler:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
 
-    def _batch(
-        self, seqs: list[Sequence], chunks: list[PrefillChunk], growth: list[BlockGrowth]
-    ) -> ScheduledBatch:
-        return ScheduledBatch(
-            seq_ids=[seq.seq_id for seq in seqs],
-            rows=[_row(seq) for seq in seqs],
-            chunks=chunks,
-            growth=growth,
-            max_context_len=max(seq.num_computed_tokens for seq in seqs),
-        )
-
 
 _num_tokens = attrgetter("num_tokens")
 
@@ -243,3 +253,12 @@ _num_tokens = attrgetter("num_tokens")
 def _row(seq: Sequence) -> int:
     assert seq.row is not None, "only residents are scheduled"
     return seq.row
+
+
+def _named(seqs: list[Sequence]) -> tuple[list[int], list[int]]:
+    """Returns ids and rows of resident sequences."""
+    return [seq.seq_id for seq in seqs], [_row(seq) for seq in seqs]
+
+
+def _longest(seqs: list[Sequence]) -> int:
+    return max(seq.num_computed_tokens for seq in seqs)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.batch import DecodePart, PrefillChunk, PrefillPart, RowInit, ScheduledBatch
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -18,16 +18,16 @@ def warm_up_batches(config: Config, decode_sizes: Sequence[int]) -> Iterator[Sch
     init = RowInit(SamplingParams(), seed=0, block_table=[0] * config.max_blocks_per_seq)
     full = [longest] * (budget // longest) + [budget % longest] * (budget % longest > 0)
     for lens in (full[: config.max_num_seqs], [1], [64], [512]):
-        chunks = [PrefillChunk(0, [0] * min(n, full[0]), is_last=True, init=init) for n in lens]
+        chunks = [PrefillChunk(0, [0] * min(n, full[0]), True, False, init) for n in lens]
         rows = list(range(len(lens)))
-        yield ScheduledBatch(rows, rows, chunks, growth=[], max_context_len=full[0])
+        yield ScheduledBatch(prefill=PrefillPart(rows, rows, chunks, max_context_len=full[0]))
     if longest > 1:  # a chunk after a cached prefix
-        chunk = PrefillChunk(1, [0] * min(longest - 1, budget), is_last=True, init=init)
-        yield ScheduledBatch([0], [0], [chunk], growth=[], max_context_len=longest)
+        chunk = PrefillChunk(1, [0] * min(longest - 1, budget), True, False, init)
+        yield ScheduledBatch(prefill=PrefillPart([0], [0], [chunk], max_context_len=longest))
     powers = {2**i for i in range(config.max_num_seqs.bit_length())}  # for the matmuls
     for batch_size in sorted({*powers, *decode_sizes, config.max_num_seqs}):
         rows = list(range(batch_size))
-        yield ScheduledBatch(rows, rows, [], growth=[], max_context_len=config.max_model_len)
+        yield ScheduledBatch(DecodePart(rows, rows, [], max_context_len=config.max_model_len))
 
 
 def activation_bytes(run_steps: Callable[[], None], device: torch.device) -> int:

@@ -129,6 +129,8 @@ def _norm_rope_store(
             if has_norm:
                 _normalise(qkv, i, q_weight if i < k else k_weight, eps)
             _rotate(qkv, i, cos_sin, positions[token])
+        if slot < 0:
+            continue
         for head in range(kv_heads):
             _copy(qkv, k + head, k_cache, slot + head)
             _copy(qkv, v + head, v_cache, slot + head)
@@ -202,10 +204,7 @@ def norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Does what `norm_rope_store` of kernels/qkv.py does, with the same arguments.
-
-    Slots must not be -1: only CUDA graphs have padding tokens.
-    """
+    """Does what `norm_rope_store` of kernels/qkv.py does, with the same arguments."""
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     weights = norm_weights or ()

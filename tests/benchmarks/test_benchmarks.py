@@ -83,8 +83,8 @@ def test_si() -> None:
 
 
 def test_a_steps_time_is_that_between_completions() -> None:
-    times_and_tokens = [(1, 0), (1.5, 0), (3, 100), (4, -2), (4.5, 0), (6, -5), (7, 7), (10, -300)]
-    phases = split([Mark(*mark) for mark in times_and_tokens], seconds=9.25)
+    marks = [(1,), (1.5,), (3, 100), (4, 0, 2), (4.5,), (6, 0, 5), (7, 7, 5), (10, 0, 300)]
+    phases = split([Mark(*mark) for mark in marks], seconds=9.25)
     assert phases == {
         "prefill_seconds": 2 + 1,
         "prefill_steps": 2,

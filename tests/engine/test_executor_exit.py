@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.config import Config
 from nanovllm.engine import executor
-from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.batch import DecodePart, ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError
@@ -106,7 +106,7 @@ def test_a_failed_step_is_what_the_user_sees(
     ends.cause = RankDiedError() if is_caused else None
     ends.failing = {"launch": error, part: RuntimeError("CUDA error")}
     with pytest.raises(RankDiedError if is_caused else ArithmeticError):
-        parallel.launch(ScheduledBatch([], [], [], [], 1))
+        parallel.launch(ScheduledBatch(DecodePart([], [], [], 1)))
     assert ends.log == PARTS
 
 

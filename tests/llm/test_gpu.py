@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import autotune
-from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
-from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
+from nanovllm.engine.batch import PrefillChunk, PrefillPart, RowInit, ScheduledBatch
+from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
@@ -96,8 +96,10 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
     chunks = []
     for row, ids in zip(rows, token_ids, strict=True):
         table = [row * width + i for i in range(width)]
-        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, init=RowInit(greedy, 0, table)))
-    runner.launch(ScheduledBatch(rows, rows, chunks, [], PROMPT)).token_ids()
+        init = RowInit(greedy, 0, table)
+        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, is_cached=False, init=init))
+    part = PrefillPart(rows, rows, chunks, max_context_len=PROMPT)
+    runner.launch(ScheduledBatch(prefill=part)).token_ids()
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         inputs = runner.rows.decode_inputs(rows, runner.config.max_model_len)
@@ -107,7 +109,7 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
         device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # adds 2 rows of padding
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
-                step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
+                step = StepGraphs(step, [len(device_rows)], runner.device).replay
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
             forced = torch.tensor([ids[i] for ids in token_ids]).cuda()
