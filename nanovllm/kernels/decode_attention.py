@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_launch import MAX_SPLITS, decode_config
+from nanovllm.kernels.decode_launch import decode_config
+from nanovllm.kernels.merge_splits import merge_splits
 
 BLOCKS = 32  # block ids that a program holds at a time
 
@@ -108,30 +109,6 @@ def _decode_kernel(
         tl.store(lse_ptr + part, lse, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    partial_ptr,  # fp32 [n * heads, num_splits, head_dim]
-    lse_ptr,  # [n * heads, num_splits]
-    out_ptr,  # [n * heads, head_dim]
-    num_splits,
-    SPLITS: tl.constexpr,  # MAX_SPLITS
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    d = tl.arange(0, D)
-    is_split = split < num_splits
-    lse = tl.load(lse_ptr + head * num_splits + split, mask=is_split, other=float("-inf"))
-    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))  # 0 if all splits are empty
-    total = tl.sum(weight, 0)
-    mask = is_split[:, None] & (d < HEAD_DIM)[None, :]  # empty splits hold zeros
-    offset = (head * num_splits + split)[:, None] * HEAD_DIM + d[None, :]
-    partial = tl.load(partial_ptr + offset, mask=mask, other=0.0)
-    out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-
-
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -188,14 +165,5 @@ def decode_attention(
         num_stages=stages,
     )
     if is_split:
-        _merge_kernel[(n * num_heads,)](
-            partial,
-            lse,
-            out,
-            splits,
-            SPLITS=MAX_SPLITS,
-            HEAD_DIM=head_dim,
-            D=padded,
-            num_warps=1,
-        )
+        merge_splits(partial, lse, out)
     return out

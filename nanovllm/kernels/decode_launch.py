@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from nanovllm.kernels.merge_splits import MAX_SPLITS
 from nanovllm.kernels.tiles import attention_tile, shared_memory
 
 SPLIT_PROGRAMS = 900  # so many keep the memory of a large GPU busy
 MERGED_PROGRAMS = 512  # so many suffice with more than 8 splits, whose merge takes longer
 SMALL_TILE_PROGRAMS = 512  # so many keep it busy with small tiles too
-MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)

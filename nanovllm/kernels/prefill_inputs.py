@@ -44,12 +44,13 @@ def _prefill_inputs_kernel(
     end = tl.load(cu_q_ptr + seq + 1, mask=is_seq, other=num_tokens).to(tl.int32)
     table_ptr = row_tables_ptr + row * width
     part_end = tl.minimum(first + (part + 1) * PART, end)
+    table_end = tl.where(row >= 0, part_end, first)  # padding has no table
     for token in range(first + part * PART, part_end, TOKENS):
         t = token + tl.arange(0, TOKENS)
         mask = t < part_end
         position = tl.where(row >= 0, start + (t - first), 0)
         block_ptr = table_ptr + position // BLOCK_SIZE
-        block_id = tl.load(block_ptr, mask=mask & (row >= 0), other=0).to(tl.int64)
+        block_id = tl.load(block_ptr, mask=t < table_end, other=0).to(tl.int64)
         slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
         tl.store(positions_ptr + t, position, mask=mask)
         tl.store(slots_ptr + t, tl.where((row >= 0) & (is_stored != 0), slot, -1), mask=mask)

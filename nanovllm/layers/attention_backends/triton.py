@@ -32,7 +32,7 @@ class TritonBackend:
             context.block_tables,
             context.cu_seqlens_q,
             context.cu_seqlens_k,
-            context.max_seqlen_q,
+            context.max_seqlen_k,
             scale,
         )
         return out
