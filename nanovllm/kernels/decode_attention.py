@@ -9,7 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_launch import MAX_SPLITS, decode_config
+from nanovllm.kernels.decode_launch import (
+    decode_config,
+    has_dependent_launch,
+    padded_splits,
+)
 
 BLOCKS = 32  # block ids that a program holds at a time
 
@@ -38,7 +42,10 @@ def _decode_kernel(
     BLOCKS: tl.constexpr,  # at least TILE / BLOCK_SIZE
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_PDL: tl.constexpr,  # programmatic dependent launch
 ):
+    if IS_SPLIT and HAS_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -114,10 +121,13 @@ def _merge_kernel(
     lse_ptr,  # [n * heads, num_splits]
     out_ptr,  # [n * heads, head_dim]
     num_splits,
-    SPLITS: tl.constexpr,  # MAX_SPLITS
+    SPLITS: tl.constexpr,  # num_splits, padded
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):
+    if HAS_PDL:
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
@@ -161,6 +171,7 @@ def decode_attention(
     group = num_heads // kv_heads
     queries = max(16, triton.next_power_of_2(group))
     tile, stages, num_warps = config.fitted(queries, padded, q)
+    has_pdl = has_dependent_launch(q.device)
     _decode_kernel[(kv_heads, splits, n)](
         q,
         k_cache,
@@ -184,6 +195,7 @@ def decode_attention(
         BLOCKS=max(BLOCKS, tile // block_size),
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        HAS_PDL=has_pdl,
         num_warps=num_warps,
         num_stages=stages,
     )
@@ -193,9 +205,11 @@ def decode_attention(
             lse,
             out,
             splits,
-            SPLITS=MAX_SPLITS,
+            SPLITS=padded_splits(splits),
             HEAD_DIM=head_dim,
             D=padded,
-            num_warps=1,
+            HAS_PDL=has_pdl,
+            num_warps=max(1, padded_splits(splits) // 32),
+            **({"launch_pdl": True} if has_pdl else {}),
         )
     return out
