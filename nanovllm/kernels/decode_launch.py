@@ -75,8 +75,15 @@ CONFIGS = (
     (2, DecodeConfig(32, 16, stages=3, warps=4)),
     (1, DecodeConfig(64, 16, stages=3, warps=4)),
 )
+# Where contexts need no splits, and are short without the prefixes that they share.
+AFTER_PREFIXES = DecodeConfig(1, 8, stages=3, warps=1)
 
 
-def decode_config(num_programs: int) -> DecodeConfig:
-    """num_programs: sequences times K/V heads of a batch -> how to launch it."""
-    return next(config for least, config in CONFIGS if num_programs >= least)
+def decode_config(num_programs: int, has_prefixes: bool = False) -> DecodeConfig:
+    """Returns how to launch a batch.
+
+    num_programs: its sequences times K/V heads.
+    has_prefixes: whether keys that its sequences share are attended to apart.
+    """
+    config = next(config for least, config in CONFIGS if num_programs >= least)
+    return AFTER_PREFIXES if has_prefixes and config.splits == 1 else config

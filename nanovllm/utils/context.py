@@ -6,6 +6,27 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Names the leading keys that decode attention reads once for several rows of a batch.
+
+    Every tensor is on the model's device. n rows in the batch; an "item" is one part of a shared
+    prefix together with rows that attend to it, and gives one partial result per such row.
+
+    items: int32 [max_items, 5], (first member, number of members, row, first key, end of keys): the
+        members `members[first : first + number]` attend to these keys of `row`'s block table. An
+        unused item has 0 members.
+    members: int32 [n], the rows of the batch in the order in which items name them.
+    rows: int32 [n, 3], (number of shared keys, first partial result, number of partial results):
+        the row's partial results lie as far apart as an item has room for members. A row that
+        shares nothing, or is padding, has three zeros.
+    """
+
+    items: torch.Tensor
+    members: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """Per-step attention metadata; an argument of `forward`, never a global.
 
