@@ -34,7 +34,8 @@ CONFINED = {
     "torch.multiprocessing": (),
 }
 TORCH_FREE = [
-    f"engine/{name}.py" for name in ("scheduler", "block_manager", "sequence", "batch", "ipc")
+    f"engine/{name}.py"
+    for name in ("scheduler", "block_manager", "sequence", "batch", "ipc", "shared_prefix")
 ]
 
 

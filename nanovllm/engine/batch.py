@@ -6,9 +6,10 @@ carries the scheduled slices of prompts, and decode little more than its rows.
 """
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from nanovllm.engine.shared_prefix import PrefixGroup
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -60,12 +61,14 @@ class DecodePart:
     seq_ids, rows: parallel, one entry per sequence, the longest context first.
     growth: blocks that the rows got for this step.
     max_context_len: longest context, this step's tokens included; a bound known to the host.
+    prefix_groups: those of the sequences that share leading blocks, if it pays to read these once.
     """
 
     seq_ids: list[int]
     rows: list[int]
     growth: list[BlockGrowth]
     max_context_len: int
+    prefix_groups: list[PrefixGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             stop_token_ids=stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer),
+            finds_prefix_groups=self._runner.reads_prefixes_once,
         )
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
         self._num_requests = 0

@@ -10,8 +10,13 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.autotune import TunedMatmuls, applied, autotune_matmuls
 from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
-from nanovllm.engine.compilation import compile_together, decode_attention_calls
+from nanovllm.engine.compilation import (
+    compile_together,
+    decode_attention_calls,
+    prefill_attention_calls,
+)
 from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes, graph_bytes
+from nanovllm.engine.decode_layout import PrefixDecodeLayout, RowsLayout, prefix_graph_sizes
 from nanovllm.engine.kv_cache import KVCache
 from nanovllm.engine.prefill_layout import (
     MAX_GRAPH_CONTEXT,
@@ -28,6 +33,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import load_model
 
@@ -44,10 +50,12 @@ class ModelRunner:
         self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
-        self._decode_graphs: StepGraphs | None = None
-        self._prefill_graphs: StepGraphs | None = None
-        self._graph_layouts: list[PrefillLayout] = []  # of the prefills that have graphs, ascending
-        self._graph_context = min(config.max_model_len, MAX_GRAPH_CONTEXT)  # of theirs, the longest
+        self._decode_graphs: StepGraphs[RowsLayout] | None = None
+        self._prefix_graphs: StepGraphs[PrefixDecodeLayout] | None = None
+        self._prefill_graphs: StepGraphs[PrefillLayout] | None = None
+        self._graph_context = min(
+            config.max_model_len, MAX_GRAPH_CONTEXT
+        )  # of prefill, the longest
         self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
         if self.device.type == "cuda":
@@ -67,6 +75,11 @@ class ModelRunner:
         """The size of the K/V pool, the same on all ranks."""
         return self.kv_cache.num_blocks
 
+    @property
+    def reads_prefixes_once(self) -> bool:
+        """Whether decode steps make use of their batch's prefix groups."""
+        return self._prefix_graphs is not None
+
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
         with self._on_stream(), torch.inference_mode():
@@ -74,7 +87,7 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Frees the CUDA graphs without waiting for the GPU; later steps run without them."""
-        self._decode_graphs = self._prefill_graphs = None
+        self._decode_graphs = self._prefix_graphs = self._prefill_graphs = None
 
     def exit(self) -> None:
         """Frees everything; nothing else works afterwards. A second call does nothing."""
@@ -118,26 +131,43 @@ class ModelRunner:
         Nothing is compiled later, and nothing but activations allocated.
         """
         config, device = self.config, self.device
-        sizes = bucket_sizes(config.max_num_seqs) if self._can_capture() else []
-        layouts: list[PrefillLayout] = []
-        if sizes and self.group.size == 1:  # sums over ranks of so many tokens may go through NCCL
-            layouts = graph_layouts(config.max_num_batched_tokens, config.max_num_seqs)
-        prefill_sizes = [layout.size for layout in layouts]
-        self._graph_layouts = layouts
         self.kv_cache.allocate(1)
-        attention = self.model.attention_layers[0]
-        compile_together(decode_attention_calls(attention, self._decode_sizes()), device)
-        if sizes and config.autotune_matmul:
-            self._tuned_matmuls = autotune_matmuls(self.model, sizes[-1], self.group)
+        attention, sizes = self.model.attention_layers[0], self._decode_sizes()
+        calls = decode_attention_calls(attention, sizes)
+        calls += prefill_attention_calls(attention, warm_up_batches(config, []))
+        compile_together(calls, device)
+        rows, prefixes, prefills = self._layouts()
+        if rows and config.autotune_matmul:
+            self._tuned_matmuls = autotune_matmuls(self.model, rows[-1].size, self.group)
         working_bytes = activation_bytes(self._warm_up, device)
-        working_bytes += graph_bytes(self._capture_decode, sizes, device)
-        working_bytes += graph_bytes(self._capture_prefill, prefill_sizes, device)
+        working_bytes += graph_bytes(self._capture_decode, rows, device)
+        working_bytes += graph_bytes(self._capture_prefixes, prefixes, device)
+        working_bytes += graph_bytes(self._capture_prefill, prefills, device)
         self.kv_cache.allocate_on_gpu(free_at_start, working_bytes)
-        if sizes:
-            self._decode_graphs = self._capture_decode(sizes)
-        if prefill_sizes:
-            self._prefill_graphs = self._capture_prefill(prefill_sizes)
+        if rows:
+            self._decode_graphs = self._capture_decode(rows)
+        if prefixes:
+            self._prefix_graphs = self._capture_prefixes(prefixes)
+        if prefills:
+            self._prefill_graphs = self._capture_prefill(prefills)
         self._warm_up()
+
+    def _layouts(self) -> tuple[list[RowsLayout], list[PrefixDecodeLayout], list[PrefillLayout]]:
+        """Returns the layouts of steps that CUDA graphs are captured for; none run eagerly."""
+        config = self.config
+        # The torch backend reads lengths on the host, which a graph cannot.
+        if config.enforce_eager or self.backend.name == "torch":
+            return [], [], []
+        sizes = bucket_sizes(config.max_num_seqs)
+        prefixes: list[PrefixDecodeLayout] = []
+        if self.backend.name == "triton" and config.enable_prefix_caching:
+            attention = self.model.attention_layers[0]
+            shape = attention.num_heads, attention.num_kv_heads, config.kvcache_block_size
+            prefixes = [PrefixDecodeLayout(n, *shape) for n in prefix_graph_sizes(sizes)]
+        prefills: list[PrefillLayout] = []
+        if self.group.size == 1:  # sums over ranks of so many tokens may go through NCCL
+            prefills = graph_layouts(config.max_num_batched_tokens, config.max_num_seqs)
+        return [RowsLayout(size) for size in sizes], prefixes, prefills
 
     def _sampled_ids(self, batch: ScheduledBatch) -> Iterator[torch.Tensor]:
         """Launches the parts of a step one after the other; yields the ids that each samples.
@@ -152,11 +182,11 @@ class ModelRunner:
 
     def _prefill(self, part: PrefillPart) -> torch.Tensor:
         self.rows.start(part)
-        num_sampled = len(part.sampled_rows)
-        layout = next((layout for layout in self._graph_layouts if layout.holds(part)), None)
-        if self._prefill_graphs and layout and part.max_context_len <= self._graph_context:
-            packed = self.rows.send(layout.pack(part))
-            return self._prefill_graphs.replay(packed)[:num_sampled]
+        num_sampled, graphs = len(part.sampled_rows), self._prefill_graphs
+        if graphs is not None and part.max_context_len <= self._graph_context:
+            layout = graphs.layout_for(part)
+            if layout is not None:
+                return graphs.replay(layout, self.rows.send(layout.pack(part)))[:num_sampled]
         layout = PrefillLayout(part.num_tokens, len(part.rows))
         return self._prefill_step(
             layout.unpack(self.rows.send(layout.pack(part))),
@@ -186,19 +216,20 @@ class ModelRunner:
         rows = arrays.sampled_rows[:num_sampled]
         return self._sample(hidden, rows) if num_sampled else rows  # no prompt ends: no ids
 
-    def _decode(self, batch: DecodePart) -> torch.Tensor:
-        self.rows.grow(batch.growth)
-        n = len(batch.rows)
-        size = self._decode_graphs.size_for(n) if self._decode_graphs else None
-        if self._decode_graphs is None or size is None:
-            return self._decode_step(self._send_rows(batch.rows), batch.max_context_len)
-        return self._decode_graphs.replay(self._send_rows(batch.rows + [-1] * (size - n)))[:n]
+    def _decode(self, part: DecodePart) -> torch.Tensor:
+        self.rows.grow(part.growth)
+        n = len(part.rows)
+        graphs = self._prefix_graphs if part.prefix_groups else self._decode_graphs
+        layout = None if graphs is None else graphs.layout_for(part)
+        if graphs is not None and layout is not None:
+            return graphs.replay(layout, self.rows.send(layout.pack(part)))[:n]
+        return self._decode_step(self.rows.send(np.array(part.rows)), part.max_context_len)
 
-    def _send_rows(self, rows: list[int]) -> torch.Tensor:
-        return self.rows.send(np.array(rows))
-
-    def _decode_step(self, rows: torch.Tensor, max_context_len: int) -> torch.Tensor:
-        return self._sample(self._forward(self.rows.decode_inputs(rows, max_context_len)), rows)
+    def _decode_step(
+        self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
+    ) -> torch.Tensor:
+        inputs = self.rows.decode_inputs(rows, max_context_len, prefixes)
+        return self._sample(self._forward(inputs), rows)
 
     def _forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """wanted: int64 [m], the tokens whose hidden states are returned; None for all."""
@@ -213,24 +244,25 @@ class ModelRunner:
         sampled: torch.Tensor = self.sampler(logits, rows, self.rows.sampling)
         return sampled
 
-    def _can_capture(self) -> bool:
-        # The torch backend reads lengths on the host, which a graph cannot.
-        return not self.config.enforce_eager and self.backend.name != "torch"
+    def _capture_decode(self, layouts: Sequence[RowsLayout]) -> StepGraphs[RowsLayout]:
+        def step(layout: RowsLayout, rows: torch.Tensor) -> torch.Tensor:
+            return self._decode_step(rows, self.config.max_model_len)
 
-    def _capture_decode(self, sizes: Sequence[int]) -> StepGraphs:
-        """Captures decode steps of so many rows."""
-        max_model_len = self.config.max_model_len
         with applied(self._tuned_matmuls):
-            return StepGraphs(
-                lambda rows: self._decode_step(rows, max_model_len), sizes, self.device
-            )
+            return StepGraphs(step, layouts, self.device)
 
-    def _capture_prefill(self, sizes: Sequence[int]) -> StepGraphs:
-        """Captures prefill steps of the layouts that have these sizes."""
-        layouts = {layout.size: layout for layout in self._graph_layouts}
+    def _capture_prefixes(
+        self, layouts: Sequence[PrefixDecodeLayout]
+    ) -> StepGraphs[PrefixDecodeLayout]:
+        def step(layout: PrefixDecodeLayout, packed: torch.Tensor) -> torch.Tensor:
+            rows, prefixes = layout.unpack(packed)
+            return self._decode_step(rows, self.config.max_model_len, prefixes)
 
-        def step(packed: torch.Tensor) -> torch.Tensor:
-            layout = layouts[len(packed)]
+        with applied(self._tuned_matmuls):
+            return StepGraphs(step, layouts, self.device)
+
+    def _capture_prefill(self, layouts: Sequence[PrefillLayout]) -> StepGraphs[PrefillLayout]:
+        def step(layout: PrefillLayout, packed: torch.Tensor) -> torch.Tensor:
             return self._prefill_step(
                 layout.unpack(packed),
                 layout.num_seqs,
@@ -240,7 +272,7 @@ class ModelRunner:
             )
 
         with applied(self._tuned_matmuls):
-            return StepGraphs(step, sizes, self.device, padding=0)
+            return StepGraphs(step, layouts, self.device)
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads

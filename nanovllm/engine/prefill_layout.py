@@ -48,6 +48,11 @@ class PrefillLayout:
         """The number of elements of the packed array."""
         return sum(map(aligned, self._sizes))
 
+    @property
+    def padding(self) -> np.ndarray:
+        """A packed array without tokens; row 0, which it names, gets length 0."""
+        return np.zeros(self.size, dtype=np.int64)
+
     def holds(self, part: PrefillPart) -> bool:
         return part.num_tokens <= self.num_tokens and len(part.rows) <= self.num_seqs
 

@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import BlockGrowth, PrefillPart
 from nanovllm.engine.prefill_layout import PrefillArrays
 from nanovllm.engine.staging import HostToDevice
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
 
@@ -116,11 +116,14 @@ class RowState:
         """Sends int64 [n] to the device."""
         return self._to_device.send(numbers)[0]
 
-    def decode_inputs(self, rows: torch.Tensor, max_context_len: int) -> StepInputs:
+    def decode_inputs(
+        self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
+    ) -> StepInputs:
         """Returns the inputs of a step that computes the last token of each row.
 
         It advances the rows' lengths by one. rows: int64 [n], -1 for padding, on CUDA only.
         max_context_len: a bound on the context lengths, these tokens included.
+        prefixes: what the rows share.
         """
         state = self.sampling
         if rows.is_cuda:
@@ -139,6 +142,7 @@ class RowState:
             context_lens=context_lens,
             block_tables=tables,
             max_seqlen_k=max_context_len,
+            shared_prefixes=prefixes,
         )
         return StepInputs(input_ids, positions, context)
 

@@ -19,6 +19,7 @@ from nanovllm.engine.batch import (
 )
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shared_prefix import PrefixGroup, find_prefix_groups, pays
 
 
 class Scheduler:
@@ -30,6 +31,7 @@ class Scheduler:
     scheduled stays, resident, at the head of `waiting`.
 
     reserved_tokens: room that each running sequence keeps when another one is admitted.
+    finds_prefix_groups: whether the runner can read once what sequences share.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         stop_token_ids: Collection[int],
         reserved_tokens: int = 32,
+        finds_prefix_groups: bool = False,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.reserved_tokens = reserved_tokens
+        self.finds_prefix_groups = finds_prefix_groups
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
@@ -55,6 +59,8 @@ class Scheduler:
         self._offered: list[int] = []  # by the step that is being scheduled
         # The head that found too few free blocks, and how many there were.
         self._blocked: tuple[int, int] | None = None
+        # The sequences that groups were looked for last, in the order of their batch, and those.
+        self._grouped: tuple[list[int], list[PrefixGroup]] = ([], [])
 
     def add(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
@@ -221,7 +227,32 @@ class Scheduler:
             seq.num_tokens += 1
         # Longest first: else a long context that starts late leaves most of a GPU idle at the end.
         seqs.sort(key=_num_tokens, reverse=True)
-        return DecodePart(*_named(seqs), growth, _longest(seqs)) if seqs else None
+        if not seqs:
+            return None
+        return DecodePart(*_named(seqs), growth, _longest(seqs), self._prefix_groups(seqs))
+
+    def _prefix_groups(self, seqs: list[Sequence]) -> list[PrefixGroup]:
+        """Returns the groups of a decode batch that shares prefixes, if it pays to use them.
+
+        They stay the same as long as the batch has the same sequences.
+        """
+        manager = self.block_manager
+        num_keys = sum(seq.num_computed_tokens for seq in seqs)
+        if not self.finds_prefix_groups or not pays(
+            manager.num_shared_reads, manager.block_size, num_keys
+        ):
+            return []
+        seq_ids = [seq.seq_id for seq in seqs]
+        if seq_ids != self._grouped[0]:
+            groups = find_prefix_groups(
+                [seq.block_table for seq in seqs],
+                [seq.num_computed_tokens for seq in seqs],
+                manager.block_size,
+            )
+            self._grouped = seq_ids, groups
+        groups = self._grouped[1]
+        num_saved = sum(group.num_saved for group in groups)
+        return groups if pays(num_saved, manager.block_size, num_keys) else []
 
     def _preempt_last(self) -> None:
         _, seq = self.running.popitem()

@@ -13,7 +13,7 @@ from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import TIMEOUT, PeerLostError
 from nanovllm.utils.waiting import wait_until
 
-NUM_BUFFERS = 4
+NUM_BUFFERS = 16  # a step sends and fetches up to five times, and two steps may be under way
 ALIGNMENT = 2  # elements: Triton specialises on 16-byte alignment, so every array gets it
 
 

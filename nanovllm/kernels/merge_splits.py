@@ -4,7 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_SPLITS = 32
+from nanovllm.kernels.tiles import has_dependent_launch
+
+
+def padded_splits(splits: int) -> int:
+    """Returns how many splits the kernel that merges `splits` of them is compiled for."""
+    return max(32, int(triton.next_power_of_2(splits)))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -13,10 +18,13 @@ def _merge_kernel(
     lse_ptr,  # [n * heads, num_splits]
     out_ptr,  # [n * heads, head_dim]
     num_splits,
-    SPLITS: tl.constexpr,  # MAX_SPLITS
+    SPLITS: tl.constexpr,  # num_splits, padded
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
+    HAS_PDL: tl.constexpr,  # programmatic dependent launch
 ):
+    if HAS_PDL:
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
@@ -35,16 +43,19 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
     """Writes to `out` the mean of the splits' results, weighted by their softmax sums.
 
     partial fp32 [n, heads, splits, head_dim], 0 in empty splits; lse fp32 [n, heads, splits], base
-    2, -inf for empty splits; out [n, heads, head_dim]. All contiguous, `MAX_SPLITS` at most.
+    2, -inf for empty splits; out [n, heads, head_dim]. All contiguous.
     """
     n, num_heads, splits, head_dim = partial.shape
+    has_pdl = has_dependent_launch(partial.device)
     _merge_kernel[(n * num_heads,)](
         partial,
         lse,
         out,
         splits,
-        SPLITS=MAX_SPLITS,
+        SPLITS=padded_splits(splits),
         HEAD_DIM=head_dim,
         D=triton.next_power_of_2(head_dim),
-        num_warps=1,
+        HAS_PDL=has_pdl,
+        num_warps=padded_splits(splits) // 32,
+        **({"launch_pdl": True} if has_pdl else {}),
     )

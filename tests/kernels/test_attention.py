@@ -103,7 +103,7 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("num_programs", [1, 100, *(least for least, _ in CONFIGS)])
+@pytest.mark.parametrize("num_programs", [least for least, _ in CONFIGS])
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_decode_attention_in_every_launch(
     block_size: int, num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +111,7 @@ def test_decode_attention_in_every_launch(
     """Tiles and blocks of all sizes are combined, and a sequence has more blocks than a kernel
     looks up at a time."""
     config = decode_config(num_programs)
-    monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda _: config)
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda *_, **__: config)
     lens = [1, 0, 130, 40 * block_size]
     pages = Pages.make(lens, block_size, 1, 64, dtype)
     q = randn(len(lens), 2, 64, dtype=dtype, seed=1)

@@ -6,6 +6,7 @@ may differ.
 
 import importlib.util
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import autotune
 from nanovllm.engine.batch import PrefillChunk, PrefillPart, RowInit, ScheduledBatch
 from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes
+from nanovllm.engine.decode_layout import RowsLayout
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
@@ -107,14 +109,17 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
 
     with torch.inference_mode(), autotune.applied(runner._tuned_matmuls):
         device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # adds 2 rows of padding
+        replay = step
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
-                step = StepGraphs(step, [len(device_rows)], runner.device).replay
+                layout = RowsLayout(len(device_rows))
+                graphs = StepGraphs(lambda _, rows: step(rows), [layout], runner.device)
+                replay = partial(graphs.replay, layout)
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
             forced = torch.tensor([ids[i] for ids in token_ids]).cuda()
             runner.rows.sampling.last_tokens[:NUM_SEQS] = forced
-            logits.append(step(device_rows)[:NUM_SEQS].clone())
+            logits.append(replay(device_rows)[:NUM_SEQS].clone())
         return torch.stack(logits)
 
 
