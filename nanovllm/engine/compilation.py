@@ -62,11 +62,12 @@ def prefill_attention_calls(
             continue
         q = cache.k.new_zeros(part.num_tokens, attention.num_heads, attention.head_dim)
         k, v = q.new_zeros(2, part.num_tokens, attention.num_kv_heads, attention.head_dim)
-        cu_seqlens = torch.zeros(len(part.rows) + 1, dtype=torch.int32, device=q.device)
+        lens = torch.zeros(len(part.rows), dtype=torch.int32, device=q.device)
+        cu_seqlens = lens.new_zeros(len(lens) + 1)
         context = Context(
-            slot_mapping=cu_seqlens.long(),
-            context_lens=cu_seqlens[1:],
-            block_tables=cu_seqlens[1:].unsqueeze(1) if part.chunks[0].start else None,
+            slot_mapping=lens.long(),
+            context_lens=lens,
+            block_tables=lens.unsqueeze(1) if part.chunks[0].start else None,
             max_seqlen_k=part.max_context_len,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,

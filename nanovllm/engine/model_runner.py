@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,9 +54,7 @@ class ModelRunner:
         self._decode_graphs: StepGraphs[RowsLayout] | None = None
         self._prefix_graphs: StepGraphs[PrefixDecodeLayout] | None = None
         self._prefill_graphs: StepGraphs[PrefillLayout] | None = None
-        self._graph_context = min(
-            config.max_model_len, MAX_GRAPH_CONTEXT
-        )  # of prefill, the longest
+        self._graph_context = min(config.max_model_len, MAX_GRAPH_CONTEXT)  # of prefill graphs
         self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
         if self.device.type == "cuda":
@@ -134,7 +133,8 @@ class ModelRunner:
         self.kv_cache.allocate(1)
         attention, sizes = self.model.attention_layers[0], self._decode_sizes()
         calls = decode_attention_calls(attention, sizes)
-        calls += prefill_attention_calls(attention, warm_up_batches(config, []))
+        if sizes:  # the backend compiles
+            calls += prefill_attention_calls(attention, warm_up_batches(config, []))
         compile_together(calls, device)
         rows, prefixes, prefills = self._layouts()
         if rows and config.autotune_matmul:
@@ -219,7 +219,9 @@ class ModelRunner:
     def _decode(self, part: DecodePart) -> torch.Tensor:
         self.rows.grow(part.growth)
         n = len(part.rows)
-        graphs = self._prefix_graphs if part.prefix_groups else self._decode_graphs
+        graphs: StepGraphs[Any] | None = self._decode_graphs
+        if part.prefix_groups:
+            graphs = self._prefix_graphs
         layout = None if graphs is None else graphs.layout_for(part)
         if graphs is not None and layout is not None:
             return graphs.replay(layout, self.rows.send(layout.pack(part)))[:n]
