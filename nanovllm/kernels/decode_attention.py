@@ -51,7 +51,7 @@ def _decode_kernel(
     MEMBERS: tl.constexpr,  # members per item of a shared prefix, 0 without shared prefixes
     HAS_PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    if IS_SPLIT and HAS_PDL:
+    if IS_SPLIT and HAS_PDL:  # the merge kernel can get ready
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     split = tl.program_id(1)

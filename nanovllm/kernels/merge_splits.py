@@ -7,11 +7,6 @@ import triton.language as tl
 from nanovllm.kernels.tiles import has_dependent_launch
 
 
-def padded_splits(splits: int) -> int:
-    """Returns how many splits the kernel that merges `splits` of them is compiled for."""
-    return max(32, int(triton.next_power_of_2(splits)))
-
-
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     partial_ptr,  # fp32 [n * heads, num_splits, head_dim]
@@ -23,7 +18,7 @@ def _merge_kernel(
     D: tl.constexpr,
     HAS_PDL: tl.constexpr,  # programmatic dependent launch
 ):
-    if HAS_PDL:
+    if HAS_PDL:  # the programs whose results these are may still run
         tl.extra.cuda.gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -39,6 +34,11 @@ def _merge_kernel(
     tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
+def padded_splits(splits: int) -> int:
+    """Returns for how many splits the kernel that merges `splits` of them is compiled."""
+    return max(32, int(triton.next_power_of_2(splits)))
+
+
 def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
     """Writes to `out` the mean of the splits' results, weighted by their softmax sums.
 
@@ -46,7 +46,7 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
     2, -inf for empty splits; out [n, heads, head_dim]. All contiguous.
     """
     n, num_heads, splits, head_dim = partial.shape
-    has_pdl = has_dependent_launch(partial.device)
+    has_pdl = has_dependent_launch(out.device)
     _merge_kernel[(n * num_heads,)](
         partial,
         lse,

@@ -14,8 +14,8 @@ from nanovllm.kernels.tiles import attention_tile, shared_memory
 LONG_CONTEXT = 1024  # from so many keys on, large tiles pay although they are coarse
 FEW_PROGRAMS = 528  # up to so many, each runs faster with more registers and larger tiles
 SPLIT_PROGRAMS = 264  # so many run at a time on an H200: two on each multiprocessor
-MAX_SPLITS = 32
 KEYS_PER_SPLIT = 256  # with fewer, merging costs more than splitting gains
+MAX_SPLITS = 32  # more were not measured
 LARGE_SHARED_MEMORY = 200 * 1024  # bytes per program; Hopper and later data-center GPUs have these
 
 

@@ -1,4 +1,4 @@
-"""What attention kernels need to know of a GPU, and the size of tiles that suit it."""
+"""What kernels need to know of a GPU, and the size of the attention tiles that fit into it."""
 
 import functools
 

@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 
+from nanovllm.engine import shared_prefix
 from nanovllm.engine.batch import PrefillChunk, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
@@ -168,6 +169,35 @@ def test_evicting_one_of_two_twins_leaves_the_other_to_be_found(first_to_go: int
     late = Sequence(3, array("q", [*PREFIX, 2]), SamplingParams(), max_model_len=99, seed=0)
     assert manager.allocate(late)
     assert late.block_table[:5] == kept.block_table[:5]
+
+
+def test_groups_that_share_blocks_are_found_once_per_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SAVED", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SHARE", 0)
+    scheduler = make_scheduler(finds_prefix_groups=True)
+    searches: list[int] = []
+    find = shared_prefix.find_prefix_groups
+    monkeypatch.setattr(
+        "nanovllm.engine.scheduler.find_prefix_groups",
+        lambda tables, *args: searches.append(len(tables)) or find(tables, *args),
+    )
+    seqs = [add(scheduler, i, [*PREFIX, i], max_tokens=20 - i) for i in range(3)]
+    add(scheduler, 3, [1] * 9, max_tokens=30)
+    groups = []
+    while not scheduler.is_finished():
+        batch = schedule(scheduler)
+        complete(scheduler, batch)
+        if batch.decode:
+            groups.append([(g.members, g.num_blocks) for g in batch.decode.prefix_groups])
+    members = [batch[0][0] for batch in groups if batch]
+    assert members[0] == [0, 1, 2]
+    assert members[-1] == [0, 1]
+    assert all(batch[0][1] == 5 for batch in groups if batch)
+    assert groups[-1] == [], "one is left, which shares with nobody"
+    assert searches == [4, 3], "once for each set of sequences"
+    assert all(seq.finish_reason == "length" for seq in seqs)
 
 
 def test_running_sequences_keep_a_reserve_when_another_is_admitted() -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import autotune
+from nanovllm.engine import autotune, shared_prefix
 from nanovllm.engine.batch import PrefillChunk, PrefillPart, RowInit, ScheduledBatch
 from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes
 from nanovllm.engine.decode_layout import RowsLayout
@@ -168,6 +168,31 @@ def test_any_max_num_seqs_with_graphs(
         with make_llm(tiny_qwen3, device=device, **sizes) as llm:
             ids.append(greedy_ids(llm, prompts, 8))
     assert ids[0] == ids[1]
+
+
+def test_shared_prefixes_that_are_read_once_change_no_text(
+    tiny_qwen3: Path, ragged_prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of prompts, and some that share nothing, in fp32."""
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SHARE", 0)
+    stems = [[(7 * i + j) % VOCAB_SIZE for i in range(48)] for j in range(2)]
+    prompts = [stems[i % 2] + [i, 3] for i in range(14)] + ragged_prompts[:4]
+    with make_llm(tiny_qwen3, device="cuda") as llm:
+        groups: list[int] = []
+        schedule = llm.scheduler.schedule
+
+        def spy() -> Any:
+            batch = schedule()
+            if batch is not None and batch.decode:
+                groups.append(len(batch.decode.prefix_groups))
+            return batch
+
+        llm.scheduler.schedule = spy  # type: ignore[method-assign]
+        ids = greedy_ids(llm, prompts, 24)
+    assert max(groups) == 2
+    with make_llm(tiny_qwen3, enable_prefix_caching=False) as llm:
+        assert greedy_ids(llm, prompts, 24) == ids
 
 
 @pytest.mark.parametrize("kind", ["o_proj", "gate_up_proj", "down_proj"])
