@@ -21,10 +21,15 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shared_prefix import PrefixGroup, find_prefix_groups, pays
 
+MAX_STEPS_HELD = 8  # that a prompt waits for company
+
 
 class Scheduler:
     """Each step decodes all running sequences; prompts, first come first served, fill the rest of
     its budget of tokens. So neither do prompts stall decoding, nor do they need steps of their own.
+
+    While requests queue for rows, they are admitted `max_num_seqs` / 32 at a time, as the first
+    prompt of a step costs more than the others; none is held for more than `MAX_STEPS_HELD` steps.
 
     Sequences are resident (hold a row and blocks) from their first scheduled chunk. `running` are
     those whose whole prompt has been scheduled, in order of admission; a prompt that is only partly
@@ -55,6 +60,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
+        self._num_steps_held = 0  # for which free rows have waited to become more
         self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
         self._offered: list[int] = []  # by the step that is being scheduled
         # The head that found too few free blocks, and how many there were.
@@ -146,6 +152,8 @@ class Scheduler:
     def _schedule_prefill(self, budget: int) -> PrefillPart | None:
         """Schedules `budget` tokens of prompts while rows and blocks last; the last may get a
         chunk."""
+        if self._holds_admissions():
+            return None
         seqs: list[Sequence] = []
         chunks: list[PrefillChunk] = []
         while self.waiting and budget > 0:
@@ -173,6 +181,17 @@ class Scheduler:
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
         return PrefillPart(*_named(seqs), chunks, _longest(seqs)) if seqs else None
+
+    def _holds_admissions(self) -> bool:
+        """Returns whether the first prompt waits for more free rows; it counts the steps."""
+        num_wanted = min(self.max_num_seqs // 32, len(self.waiting))
+        is_held = (
+            0 < len(self._free_rows) < num_wanted
+            and self.waiting[0].row is None
+            and self._num_steps_held < MAX_STEPS_HELD
+        )
+        self._num_steps_held = self._num_steps_held + 1 if is_held else 0
+        return is_held
 
     def _allocate(self, seq: Sequence) -> bool:
         """Takes the blocks of the first waiting sequence, unless too few would stay for others.

@@ -22,6 +22,7 @@ class Ends:
     Ending one of them may raise."""
 
     num_blocks = 1
+    reads_prefixes_once = False
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -4,7 +4,7 @@ from array import array
 
 from nanovllm.engine.batch import BlockGrowth, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MAX_STEPS_HELD, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -224,6 +224,21 @@ def test_max_num_seqs_caps_residents() -> None:
             assert sum(seq.row is not None for seq in seqs) in (0, 4)
     assert scheduler.is_finished()
     assert {len(seq.completion_token_ids) for seq in seqs} == {20}
+
+
+def test_requests_that_queue_for_rows_are_admitted_together() -> None:
+    scheduler = make_scheduler(max_num_seqs=96, num_blocks=1000)
+    lasting = [40] * 91 + [2, 3, 4, 5, 20]
+    for seq_id, max_tokens in enumerate(lasting):
+        add(scheduler, seq_id, 2, max_tokens)
+    for seq_id in range(200, 206):
+        add(scheduler, seq_id, 2, 40)
+    admitted = [[seq_id for seq_id, _, _ in spans(step(scheduler))] for _ in range(18)]
+    # Rows become free after steps 2, 3, 4 and 5: the first three together, the fourth alone.
+    assert admitted[0] == list(range(96))
+    assert admitted[4] == [200, 201, 202]
+    number = next(i for i in range(5, 18) if admitted[i])
+    assert (number, admitted[number]) == (5 + MAX_STEPS_HELD, [203])
 
 
 def test_decode_grows_a_table_when_a_token_needs_it() -> None:
