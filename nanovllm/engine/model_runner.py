@@ -1,30 +1,24 @@
 """One device's side of the engine: it loads a model, and computes scheduled batches on it."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.autotune import TunedMatmuls, applied, autotune_matmuls
+from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls
 from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
+from nanovllm.engine.captured_steps import CapturedSteps
 from nanovllm.engine.compilation import (
     compile_together,
     decode_attention_calls,
     prefill_attention_calls,
 )
-from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes, graph_bytes
-from nanovllm.engine.decode_layout import PrefixDecodeLayout, RowsLayout, prefix_graph_sizes
+from nanovllm.engine.cuda_graph import bucket_sizes
 from nanovllm.engine.kv_cache import KVCache
-from nanovllm.engine.prefill_layout import (
-    MAX_GRAPH_CONTEXT,
-    PrefillArrays,
-    PrefillLayout,
-    graph_layouts,
-)
+from nanovllm.engine.prefill_layout import PrefillArrays, PrefillLayout
 from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
 from nanovllm.engine.warm_up import activation_bytes, warm_up_batches
@@ -51,10 +45,7 @@ class ModelRunner:
         self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
-        self._decode_graphs: StepGraphs[RowsLayout] | None = None
-        self._prefix_graphs: StepGraphs[PrefixDecodeLayout] | None = None
-        self._prefill_graphs: StepGraphs[PrefillLayout] | None = None
-        self._graph_context = min(config.max_model_len, MAX_GRAPH_CONTEXT)  # of prefill graphs
+        self._captured: CapturedSteps | None = None
         self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
         if self.device.type == "cuda":
@@ -77,7 +68,7 @@ class ModelRunner:
     @property
     def reads_prefixes_once(self) -> bool:
         """Whether decode steps make use of their batch's prefix groups."""
-        return self._prefix_graphs is not None
+        return self._captured is not None and self._captured.reads_prefixes_once
 
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
@@ -86,7 +77,7 @@ class ModelRunner:
 
     def drop_graphs(self) -> None:
         """Frees the CUDA graphs without waiting for the GPU; later steps run without them."""
-        self._decode_graphs = self._prefix_graphs = self._prefill_graphs = None
+        self._captured = None
 
     def exit(self) -> None:
         """Frees everything; nothing else works afterwards. A second call does nothing."""
@@ -136,38 +127,31 @@ class ModelRunner:
         if sizes:  # the backend compiles
             calls += prefill_attention_calls(attention, warm_up_batches(config, []))
         compile_together(calls, device)
-        rows, prefixes, prefills = self._layouts()
-        if rows and config.autotune_matmul:
-            self._tuned_matmuls = autotune_matmuls(self.model, rows[-1].size, self.group)
+        captured = self._steps_to_capture()
         working_bytes = activation_bytes(self._warm_up, device)
-        working_bytes += graph_bytes(self._capture_decode, rows, device)
-        working_bytes += graph_bytes(self._capture_prefixes, prefixes, device)
-        working_bytes += graph_bytes(self._capture_prefill, prefills, device)
+        working_bytes += captured.num_bytes(self) if captured else 0
         self.kv_cache.allocate_on_gpu(free_at_start, working_bytes)
-        if rows:
-            self._decode_graphs = self._capture_decode(rows)
-        if prefixes:
-            self._prefix_graphs = self._capture_prefixes(prefixes)
-        if prefills:
-            self._prefill_graphs = self._capture_prefill(prefills)
+        if captured:
+            captured.capture(self)
+            self._captured = captured
         self._warm_up()
 
-    def _layouts(self) -> tuple[list[RowsLayout], list[PrefixDecodeLayout], list[PrefillLayout]]:
-        """Returns the layouts of steps that CUDA graphs are captured for; none run eagerly."""
+    def _steps_to_capture(self) -> CapturedSteps | None:
+        """Autotunes the matmuls, and returns the steps that become CUDA graphs, if any."""
         config = self.config
         # The torch backend reads lengths on the host, which a graph cannot.
         if config.enforce_eager or self.backend.name == "torch":
-            return [], [], []
-        sizes = bucket_sizes(config.max_num_seqs)
-        prefixes: list[PrefixDecodeLayout] = []
-        if self.backend.name == "triton" and config.enable_prefix_caching:
-            attention = self.model.attention_layers[0]
-            shape = attention.num_heads, attention.num_kv_heads, config.kvcache_block_size
-            prefixes = [PrefixDecodeLayout(n, *shape) for n in prefix_graph_sizes(sizes)]
-        prefills: list[PrefillLayout] = []
-        if self.group.size == 1:  # sums over ranks of so many tokens may go through NCCL
-            prefills = graph_layouts(config.max_num_batched_tokens, config.max_num_seqs)
-        return [RowsLayout(size) for size in sizes], prefixes, prefills
+            return None
+        if config.autotune_matmul:
+            largest = bucket_sizes(config.max_num_seqs)[-1]
+            self._tuned_matmuls = autotune_matmuls(self.model, largest, self.group)
+        return CapturedSteps(
+            config,
+            self.model.attention_layers[0],
+            has_prefixes=self.backend.name == "triton" and config.enable_prefix_caching,
+            has_prefills=self.group.size == 1,  # sums of so many tokens may go through NCCL
+            tuned_matmuls=self._tuned_matmuls,
+        )
 
     def _sampled_ids(self, batch: ScheduledBatch) -> Iterator[torch.Tensor]:
         """Launches the parts of a step one after the other; yields the ids that each samples.
@@ -182,13 +166,12 @@ class ModelRunner:
 
     def _prefill(self, part: PrefillPart) -> torch.Tensor:
         self.rows.start(part)
-        num_sampled, graphs = len(part.sampled_rows), self._prefill_graphs
-        if graphs is not None and part.max_context_len <= self._graph_context:
-            layout = graphs.layout_for(part)
-            if layout is not None:
-                return graphs.replay(layout, self.rows.send(layout.pack(part)))[:num_sampled]
+        num_sampled = len(part.sampled_rows)
+        ids = self._captured.prefill(part, self.rows.send) if self._captured else None
+        if ids is not None:
+            return ids[:num_sampled]
         layout = PrefillLayout(part.num_tokens, len(part.rows))
-        return self._prefill_step(
+        return self.prefill_step(
             layout.unpack(self.rows.send(layout.pack(part))),
             num_sampled,
             max_seqlen_q=max(len(chunk.token_ids) for chunk in part.chunks),
@@ -196,7 +179,7 @@ class ModelRunner:
             is_paged=any(chunk.start for chunk in part.chunks),
         )
 
-    def _prefill_step(
+    def prefill_step(
         self,
         arrays: PrefillArrays,
         num_sampled: int,
@@ -218,18 +201,15 @@ class ModelRunner:
 
     def _decode(self, part: DecodePart) -> torch.Tensor:
         self.rows.grow(part.growth)
-        n = len(part.rows)
-        graphs: StepGraphs[Any] | None = self._decode_graphs
-        if part.prefix_groups:
-            graphs = self._prefix_graphs
-        layout = None if graphs is None else graphs.layout_for(part)
-        if graphs is not None and layout is not None:
-            return graphs.replay(layout, self.rows.send(layout.pack(part)))[:n]
-        return self._decode_step(self.rows.send(np.array(part.rows)), part.max_context_len)
+        ids = self._captured.decode(part, self.rows.send) if self._captured else None
+        if ids is not None:
+            return ids[: len(part.rows)]
+        return self.decode_step(self.rows.send(np.array(part.rows)), part.max_context_len)
 
-    def _decode_step(
+    def decode_step(
         self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
     ) -> torch.Tensor:
+        """Computes the last token of each row, and samples the next."""
         inputs = self.rows.decode_inputs(rows, max_context_len, prefixes)
         return self._sample(self._forward(inputs), rows)
 
@@ -245,36 +225,6 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         sampled: torch.Tensor = self.sampler(logits, rows, self.rows.sampling)
         return sampled
-
-    def _capture_decode(self, layouts: Sequence[RowsLayout]) -> StepGraphs[RowsLayout]:
-        def step(layout: RowsLayout, rows: torch.Tensor) -> torch.Tensor:
-            return self._decode_step(rows, self.config.max_model_len)
-
-        with applied(self._tuned_matmuls):
-            return StepGraphs(step, layouts, self.device)
-
-    def _capture_prefixes(
-        self, layouts: Sequence[PrefixDecodeLayout]
-    ) -> StepGraphs[PrefixDecodeLayout]:
-        def step(layout: PrefixDecodeLayout, packed: torch.Tensor) -> torch.Tensor:
-            rows, prefixes = layout.unpack(packed)
-            return self._decode_step(rows, self.config.max_model_len, prefixes)
-
-        with applied(self._tuned_matmuls):
-            return StepGraphs(step, layouts, self.device)
-
-    def _capture_prefill(self, layouts: Sequence[PrefillLayout]) -> StepGraphs[PrefillLayout]:
-        def step(layout: PrefillLayout, packed: torch.Tensor) -> torch.Tensor:
-            return self._prefill_step(
-                layout.unpack(packed),
-                layout.num_seqs,
-                max_seqlen_q=layout.num_tokens,
-                max_context_len=self._graph_context,
-                is_paged=True,
-            )
-
-        with applied(self._tuned_matmuls):
-            return StepGraphs(step, layouts, self.device)
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads
