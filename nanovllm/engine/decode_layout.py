@@ -96,5 +96,6 @@ class PrefixDecodeLayout:
 
 def prefix_graph_sizes(decode_sizes: list[int]) -> list[int]:
     """Returns the batch sizes that have graphs for shared prefixes: fewer than `decode_sizes`, as
-    padding costs little there, and from 8 on."""
-    return [size for size in decode_sizes if size in (8, 16) or size % 32 == 0]
+    padding costs little there, but the largest of them."""
+    largest = decode_sizes[-1]
+    return [n for n in decode_sizes if n in (8, 16, largest) or n % 32 == 0]
