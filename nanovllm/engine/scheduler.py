@@ -86,11 +86,7 @@ class Scheduler:
         decode = self._schedule_decode()
         num_decoded = len(decode.rows) if decode else 0
         prefill = self._schedule_prefill(self.max_num_batched_tokens - num_decoded)
-        if decode is None and prefill is None:
-            return None
-        self._offers.append(self._offered)
-        self._offered = []
-        return ScheduledBatch(decode, prefill)
+        return self._batch(decode, prefill) if decode or prefill else None
 
     def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
@@ -277,6 +273,12 @@ class Scheduler:
         _, seq = self.running.popitem()
         self._release(seq)
         self.waiting.appendleft(seq)
+
+    def _batch(self, decode: DecodePart | None, prefill: PrefillPart | None) -> ScheduledBatch:
+        """Counts the step as in flight, with the blocks that it has offered."""
+        self._offers.append(self._offered)
+        self._offered = []
+        return ScheduledBatch(decode, prefill)
 
     def _release(self, seq: Sequence) -> None:
         """Takes row and blocks from `seq`; scheduled again, it computes all its tokens afresh."""
