@@ -1,7 +1,8 @@
 """Tests the attention kernels, and the kernel before them, against their torch counterparts."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_near, dty
 
 pytest.importorskip("triton")
 from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.decode_launch import CONFIGS, decode_config
+from nanovllm.kernels.decode_launch import CONFIGS, DecodeConfig, decode_config
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.prefill_launch import (
     FEW,
@@ -29,6 +30,18 @@ from nanovllm.kernels.prefill_launch import (
     prefill_config,
 )
 from nanovllm.kernels.qkv import norm_rope_store
+
+
+@pytest.fixture(autouse=True)
+def few_splits_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other, so that 32 splits would take minutes."""
+
+    def few_splits(*args: Any, **kwargs: Any) -> DecodeConfig:
+        config = decode_config(*args, **kwargs)
+        return replace(config, splits=min(config.splits, 3))
+
+    if not HAS_GPU:
+        monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", few_splits)
 
 
 @dataclass
@@ -111,6 +124,8 @@ def test_decode_attention_in_every_launch(
     """Tiles and blocks of all sizes are combined, and a sequence has more blocks than a kernel
     looks up at a time."""
     config = decode_config(num_programs)
+    if not HAS_GPU:
+        config = replace(config, splits=min(config.splits, 3))
     monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda *_, **__: config)
     lens = [1, 0, 130, 40 * block_size]
     pages = Pages.make(lens, block_size, 1, 64, dtype)
