@@ -81,9 +81,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Returns the next step, None if nothing can run before the step in flight completes."""
-        if not self._make_room():
+        room = self._make_room()
+        if room is None:
             return None
-        decode = self._schedule_decode()
+        decode = self._schedule_decode(*room)
         num_decoded = len(decode.rows) if decode else 0
         prefill = self._schedule_prefill(self.max_num_batched_tokens - num_decoded)
         return self._batch(decode, prefill) if decode or prefill else None
@@ -211,28 +212,28 @@ class Scheduler:
         seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
         return seqs, [seq for seq in seqs if self.block_manager.needs_block(seq)]
 
-    def _make_room(self) -> bool:
+    def _make_room(self) -> tuple[list[Sequence], list[Sequence]] | None:
         """Preempts the most recently admitted sequences until the others have their next blocks.
 
         The pool holds at least one request of `max_model_len`, so the first admitted always fits.
-        It returns False if it must wait for a step in flight, whose ids a preempted sequence
-        recomputes.
+        It returns what `_growing` then does, or None if it must wait for a step in flight, whose
+        ids a preempted sequence recomputes.
         """
-        while len(self._growing()[1]) > self.block_manager.num_free_blocks:
+        while True:
+            seqs, growing = self._growing()
+            if len(growing) <= self.block_manager.num_free_blocks:
+                return seqs, growing
             head = self.waiting[0] if self.waiting else None
             if head is not None and head.row is not None:  # partly scheduled: no id to wait for
                 self._release(head)
             elif self._offers:  # a step is in flight
-                return False
+                return None
             else:
                 self._preempt_last()
             self.num_preemptions += 1
-        return True
 
-    def _schedule_decode(self) -> DecodePart | None:
-        """Schedules one token for each running sequence, except those whose final one is scheduled;
-        their blocks are free."""
-        seqs, growing = self._growing()
+    def _schedule_decode(self, seqs: list[Sequence], growing: list[Sequence]) -> DecodePart | None:
+        """Schedules one token for each of `seqs`; blocks for those of them that grow are free."""
         growth = []
         for seq in growing:
             block_id = self.block_manager.append_block(seq)
@@ -252,10 +253,10 @@ class Scheduler:
         They stay the same as long as the batch has the same sequences.
         """
         manager = self.block_manager
+        if not self.finds_prefix_groups or not manager.num_shared_reads:
+            return []
         num_keys = sum(seq.num_computed_tokens for seq in seqs)
-        if not self.finds_prefix_groups or not pays(
-            manager.num_shared_reads, manager.block_size, num_keys
-        ):
+        if not pays(manager.num_shared_reads, manager.block_size, num_keys):
             return []
         seq_ids = [seq.seq_id for seq in seqs]
         if seq_ids != self._grouped[0]:
@@ -285,6 +286,7 @@ class Scheduler:
         if seq.row is None:
             return
         self.block_manager.free(seq)
+        self._grouped = ([], [])  # admitted again, it may get other blocks
         self._free_rows.append(seq.row)
         seq.row = None
         seq.num_computed_tokens = 0
