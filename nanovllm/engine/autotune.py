@@ -22,7 +22,7 @@ from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.distributed import TPGroup
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.matmul import LibrarySplitK, TritonMatmul
+    from nanovllm.kernels.matmul import Candidate
 
 MARGIN = 0.97  # of torch's time: what is hardly faster is not worth other roundings
 ROUNDS = 5  # of measuring
@@ -74,7 +74,7 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> Tu
 
 
 def _compile(layers: Sequence[Linear], limits: Sequence[int], group: TPGroup) -> None:
-    """Compiles the candidates side by side, each once: the code does not depend on the shape."""
+    """Compiles the candidates side by side, each kernel once."""
     from nanovllm.kernels.matmul import CANDIDATES
 
     calls = {}
@@ -82,13 +82,11 @@ def _compile(layers: Sequence[Linear], limits: Sequence[int], group: TPGroup) ->
         for candidate in CANDIDATES[limit]:
             if _suits(candidate, layer, limit, group):
                 x = layer.weight.new_zeros(limit, layer.weight.shape[1])
-                calls[candidate] = partial(layer.multiply, x, candidate)
+                calls[candidate.compiled_as(layer.weight)] = partial(layer.multiply, x, candidate)
     compile_together(list(calls.values()), layers[0].weight.device)
 
 
-def _suits(
-    matmul: "TritonMatmul | LibrarySplitK", layer: Linear, num_tokens: int, group: TPGroup
-) -> bool:
+def _suits(matmul: "Candidate", layer: Linear, num_tokens: int, group: TPGroup) -> bool:
     if matmul.has_silu_epilogue and not layer.is_gated:
         return False
     if matmul.split_k > 1:

@@ -4,6 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import (
+    dependent_launch,
+    let_next_start,
+    wait_for_previous,
+)
+
 BLOCK = 1024
 
 
@@ -16,10 +22,12 @@ def silu_and_mul_tile(gate, up):
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, HAS_PDL: tl.constexpr):
+    let_next_start(HAS_PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < size
+    wait_for_previous(HAS_PDL)
     gate = tl.load(gate_up_ptr + token * 2 * size + cols, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + token * 2 * size + size + cols, mask=mask, other=0.0)
     tl.store(out_ptr + token * size + cols, silu_and_mul_tile(gate, up), mask=mask)
@@ -39,5 +47,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         size,
         BLOCK=BLOCK,
         num_warps=4,
+        **dependent_launch(gate_up.device),
     )
     return out

@@ -13,9 +13,15 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_launch import decode_config
+from nanovllm.kernels.dependent_launch import (
+    FEW_TOKENS,
+    dependent_launch,
+    let_next_start,
+    prefetch,
+    wait_for_previous,
+)
 from nanovllm.kernels.merge_splits import merge_splits
 from nanovllm.kernels.shared_prefix import attend_to_prefixes, members_per_item
-from nanovllm.kernels.tiles import has_dependent_launch
 from nanovllm.utils.context import SharedPrefixes
 
 BLOCKS = 32  # block ids that a program holds at a time
@@ -48,11 +54,13 @@ def _decode_kernel(
     BLOCKS: tl.constexpr,  # at least TILE / BLOCK_SIZE
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    LINES: tl.constexpr,  # of 128 bytes in a head, or fewer
     MEMBERS: tl.constexpr,  # members per item of a shared prefix, 0 without shared prefixes
-    HAS_PDL: tl.constexpr,  # programmatic dependent launch
+    IS_EARLY: tl.constexpr,  # whether to start the next kernel, and to fetch K/V, at once
+    HAS_PDL: tl.constexpr,
 ):
-    if IS_SPLIT and HAS_PDL:  # the merge kernel can get ready
-        tl.extra.cuda.gdc_launch_dependents()
+    if IS_EARLY:
+        let_next_start(HAS_PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -70,6 +78,16 @@ def _decode_kernel(
     block_tables_ptr += seq * table_stride
     block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
+    if not MEMBERS:  # else the kernel of the prefixes has waited for q, k and v
+        if IS_EARLY and HAS_PDL:  # the first tile; the kernel before makes its last key at most
+            first = tl.minimum(start + tl.arange(0, TILE), tl.maximum(end, 1) - 1)
+            first_id = tl.load(block_tables_ptr + first // BLOCK_SIZE, mask=first < end, other=0)
+            first_slot = first_id.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE
+            line = tl.arange(0, LINES)[None, :] * (HEAD_DIM // LINES)
+            line += ((first_slot * KV_HEADS + kv_head) * HEAD_DIM)[:, None]
+            prefetch(k_cache_ptr + line)
+            prefetch(v_cache_ptr + line)
+        wait_for_previous(HAS_PDL)
     query = tl.arange(0, QUERIES)
     d = tl.arange(0, D)
     is_query = query < GROUP
@@ -112,9 +130,10 @@ def _decode_kernel(
         block += BLOCKS
         block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
+    if not IS_EARLY:
+        let_next_start(HAS_PDL)
     if MEMBERS:
-        if HAS_PDL:  # the kernel that attends to the prefixes may still run
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(HAS_PDL)  # the kernel that attends to the prefixes
         first_partial = tl.load(prefix_rows_ptr + seq * 3 + 1).to(tl.int64)
         num_partials = tl.load(prefix_rows_ptr + seq * 3 + 2)
         for i in range(split, num_partials, num_splits):
@@ -172,7 +191,6 @@ def decode_attention(
     group = num_heads // kv_heads
     queries = max(16, triton.next_power_of_2(group))
     tile, stages, num_warps = config.fitted(queries, padded, q)
-    has_pdl = has_dependent_launch(q.device)
     members, prefix_out, prefix_lse = 0, out, out
     if prefixes is not None:
         members = members_per_item(group)
@@ -205,11 +223,12 @@ def decode_attention(
         BLOCKS=max(BLOCKS, tile // block_size),
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        LINES=max(padded * q.element_size() // 128, 1),
         MEMBERS=members,
-        HAS_PDL=has_pdl,
+        IS_EARLY=n <= FEW_TOKENS,
         num_warps=num_warps,
         num_stages=stages,
-        **({"launch_pdl": True} if has_pdl and prefixes is not None else {}),
+        **dependent_launch(q.device),
     )
     if is_split:
         merge_splits(partial, lse, out)

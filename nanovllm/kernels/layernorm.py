@@ -5,6 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import (
+    FEW_TOKENS,
+    dependent_launch,
+    let_next_start,
+    wait_for_previous,
+)
+
 
 @triton.jit
 def rms_norm(x, weight, size, eps):
@@ -37,17 +44,20 @@ def _add_rms_norm_kernel(
     PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):
+    let_next_start(HAS_PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
+    wait_for_previous(HAS_PDL)
     x = load_sum(x_ptr, token, tl.num_programs(0), size, cols, mask, dtype, PARTS)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * size + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + token * size + cols, x, mask=mask)
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     tl.store(out_ptr + token * size + cols, rms_norm(x, weight, size, eps), mask=mask)
 
 
@@ -73,5 +83,6 @@ def add_rms_norm(
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **dependent_launch(x.device, is_worth_it=num_tokens <= FEW_TOKENS),
     )
     return out, x if residual is None else residual

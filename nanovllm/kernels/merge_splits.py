@@ -4,7 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.tiles import has_dependent_launch
+from nanovllm.kernels.dependent_launch import (
+    dependent_launch,
+    let_next_start,
+    wait_for_previous,
+)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -16,10 +20,10 @@ def _merge_kernel(
     SPLITS: tl.constexpr,  # num_splits, padded
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    HAS_PDL: tl.constexpr,  # programmatic dependent launch
+    HAS_PDL: tl.constexpr,
 ):
-    if HAS_PDL:  # the programs whose results these are may still run
-        tl.extra.cuda.gdc_wait()
+    let_next_start(HAS_PDL)
+    wait_for_previous(HAS_PDL)
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
@@ -46,7 +50,6 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
     2, -inf for empty splits; out [n, heads, head_dim]. All contiguous.
     """
     n, num_heads, splits, head_dim = partial.shape
-    has_pdl = has_dependent_launch(out.device)
     _merge_kernel[(n * num_heads,)](
         partial,
         lse,
@@ -55,7 +58,6 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
         SPLITS=padded_splits(splits),
         HEAD_DIM=head_dim,
         D=triton.next_power_of_2(head_dim),
-        HAS_PDL=has_pdl,
         num_warps=padded_splits(splits) // 32,
-        **({"launch_pdl": True} if has_pdl else {}),
+        **dependent_launch(out.device),
     )

@@ -6,6 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import (
+    dependent_launch,
+    let_next_start,
+    wait_for_previous,
+)
+
 HEADS_PER_PROGRAM = 8
 
 
@@ -26,7 +32,9 @@ def _norm_rope_store_kernel(
     HALF_PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):
+    let_next_start(HAS_PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     j = tl.arange(0, HALF_PADDED)[None, :]
@@ -35,6 +43,18 @@ def _norm_rope_store_kernel(
     is_q = head < HEADS
     is_v = head >= HEADS + KV_HEADS
 
+    # What does not depend on the kernel before is read while that still runs.
+    if HAS_NORM:
+        wq_a = tl.load(q_weight_ptr + j, mask=in_half, other=0.0).to(tl.float32)
+        wq_b = tl.load(q_weight_ptr + HALF + j, mask=in_half, other=0.0).to(tl.float32)
+        wk_a = tl.load(k_weight_ptr + j, mask=in_half, other=0.0).to(tl.float32)
+        wk_b = tl.load(k_weight_ptr + HALF + j, mask=in_half, other=0.0).to(tl.float32)
+    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF) + j
+    cos = tl.load(angle_ptr, mask=in_half, other=0.0)
+    sin = tl.load(angle_ptr + HALF, mask=in_half, other=0.0)
+    slot = tl.load(slots_ptr + token)
+
+    wait_for_previous(HAS_PDL)
     first_ptr = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + j
     first = tl.load(first_ptr, mask=mask, other=0.0)
     second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
@@ -43,23 +63,14 @@ def _norm_rope_store_kernel(
     b = second.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        wq_a = tl.load(q_weight_ptr + j, mask=in_half, other=0.0).to(tl.float32)
-        wq_b = tl.load(q_weight_ptr + HALF + j, mask=in_half, other=0.0).to(tl.float32)
-        wk_a = tl.load(k_weight_ptr + j, mask=in_half, other=0.0).to(tl.float32)
-        wk_b = tl.load(k_weight_ptr + HALF + j, mask=in_half, other=0.0).to(tl.float32)
         a = (a * scale).to(dtype).to(tl.float32) * tl.where(is_q, wq_a, wk_a)
         b = (b * scale).to(dtype).to(tl.float32) * tl.where(is_q, wq_b, wk_b)
         a = a.to(dtype).to(tl.float32)
         b = b.to(dtype).to(tl.float32)
-    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF) + j
-    cos = tl.load(angle_ptr, mask=in_half, other=0.0)
-    sin = tl.load(angle_ptr + HALF, mask=in_half, other=0.0)
     rotated_a = (a * cos - b * sin).to(dtype)
     rotated_b = (b * cos + a * sin).to(dtype)
     tl.store(first_ptr, rotated_a, mask=mask & ~is_v)
     tl.store(first_ptr + HALF, rotated_b, mask=mask & ~is_v)
-
-    slot = tl.load(slots_ptr + token)
     if slot >= 0:
         k_ptr = k_cache_ptr + (slot * KV_HEADS + head - HEADS) * (2 * HALF) + j
         is_k = mask & ~is_q & ~is_v
@@ -108,4 +119,5 @@ def norm_rope_store(
         HAS_NORM=norm_weights is not None,
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=4,
+        **dependent_launch(qkv.device),
     )

@@ -14,6 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.dependent_launch import (
+    dependent_launch,
+    let_next_start,
+    wait_for_previous,
+)
 from nanovllm.utils.sampling_state import SamplingState
 
 TILE = 256  # ids; a program is one warp, so it can skip a tile without a block-wide vote
@@ -91,7 +96,10 @@ def _best_of_chunk_kernel(
     first_id,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):
+    let_next_start(HAS_PDL)
+    wait_for_previous(HAS_PDL)
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     row = tl.load(rows_ptr + n)
@@ -136,7 +144,10 @@ def _best_of_row_kernel(
     NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr,  # NUM_RANKS padded to a power of two, as CHUNKS is
     CHUNKS: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):
+    let_next_start(HAS_PDL)
+    wait_for_previous(HAS_PDL)
     n = tl.program_id(0)
     row = tl.load(rows_ptr + n)
     if row < 0:
@@ -188,6 +199,7 @@ def sample(
         TILE=TILE,
         STAGES=STAGES,
         num_warps=1,
+        **dependent_launch(logits.device),
     )
     best_of_ranks = best.unsqueeze(0) if gather is None else gather(best)
     _best_of_row_kernel[(n,)](
@@ -201,5 +213,6 @@ def sample(
         RANKS=triton.next_power_of_2(len(best_of_ranks)),
         CHUNKS=triton.next_power_of_2(num_tiles),
         num_warps=1,
+        **dependent_launch(logits.device),
     )
     return sampled

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.tiles import attention_tile, has_dependent_launch
+from nanovllm.kernels.dependent_launch import has_dependent_launch, let_next_start
+from nanovllm.kernels.tiles import attention_tile
 from nanovllm.utils.context import SharedPrefixes
 
 QUERIES = 64  # queries of a program: an item's members times the heads of a group
@@ -53,8 +54,7 @@ def _prefix_kernel(
 ):
     kv_head = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
-    if HAS_PDL:  # decode attention can start on what each sequence alone holds
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(HAS_PDL)  # decode attention, on what each sequence alone holds
     num_members = tl.load(items_ptr + item * 5 + 1)
     if num_members == 0:
         return
@@ -153,7 +153,7 @@ def attend_to_prefixes(
         BLOCK_SIZE=block_size,
         TILE=attention_tile(padded, itemsize),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        HAS_PDL=has_dependent_launch(q.device),
+        HAS_PDL=has_dependent_launch(q.device),  # but is launched without, since it needs q
         num_warps=4,
         num_stages=2 if is_wide else 4,
     )

@@ -21,13 +21,6 @@ def shared_memory(device: torch.device) -> int:
     return int(utils.get_device_properties(device.index)["max_shared_mem"])
 
 
-@functools.cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Returns whether a kernel may start while the one before it still runs (programmatic dependent
-    launch, on Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def attention_tile(padded_head_dim: int, itemsize: int, tile_bytes: int = 8 * 1024) -> int:
     """Returns tokens per K or V tile of about `tile_bytes`: 128 at most, and the 16 of tl.dot."""
     return max(16, min(128, tile_bytes // (padded_head_dim * itemsize)))

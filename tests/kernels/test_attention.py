@@ -18,6 +18,7 @@ from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_near, dty
 pytest.importorskip("triton")
 from nanovllm.kernels.decode_attention import decode_attention
 from nanovllm.kernels.decode_launch import CONFIGS, DecodeConfig, decode_config
+from nanovllm.kernels.dependent_launch import FEW_TOKENS
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.prefill_launch import (
     FEW,
@@ -142,9 +143,12 @@ def test_decode_attention_in_every_launch(
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
 @pytest.mark.parametrize("max_num_seqs", [1, 100, 600])
 def test_decode_sizes_need_every_kernel(max_num_seqs: int, kv_heads: int) -> None:
+    def kernel(n: int) -> tuple[object, bool]:
+        return decode_config(n * kv_heads).compiled_as, n <= FEW_TOKENS
+
     sizes = TritonBackend().decode_sizes(max_num_seqs, kv_heads)
-    needed = {decode_config(n * kv_heads).compiled_as for n in range(1, max_num_seqs + 1)}
-    assert {decode_config(n * kv_heads).compiled_as for n in sizes} == needed
+    needed = {kernel(n + 1) for n in range(max_num_seqs)}
+    assert {kernel(n) for n in sizes} == needed
     assert len(sizes) == len(needed)
     assert all(1 <= size <= max_num_seqs for size in sizes)
 

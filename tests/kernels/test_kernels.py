@@ -16,11 +16,13 @@ from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_near, dty
 from tests.helpers.sampling import moved, sampling_state
 
 pytest.importorskip("triton")
+from nanovllm.kernels import dependent_launch
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decode_inputs import decode_inputs
 from nanovllm.kernels.embedding import embed_share
 from nanovllm.kernels.layernorm import add_rms_norm
-from nanovllm.kernels.matmul import CANDIDATES, LibrarySplitK, TritonMatmul
+from nanovllm.kernels.matmul import CANDIDATES, Candidate, TritonMatmul
+from nanovllm.kernels.row_matmul import RowMatmul
 from nanovllm.kernels.sampler import sample
 
 
@@ -45,11 +47,14 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("matmul", {m: 0 for ms in CANDIDATES.values() for m in ms}, ids=str)
-def test_matmuls(matmul: TritonMatmul | LibrarySplitK, dtype: torch.dtype) -> None:
+def test_matmuls(matmul: Candidate, dtype: torch.dtype) -> None:
     weight = randn(256, 1024, dtype=dtype)
     if not matmul.supports(weight):
         pytest.skip("for other GPUs")
-    for num_tokens in (1, 70) + (16, 200) * HAS_GPU:
+    sizes = (1, 70) + (16, 200) * HAS_GPU
+    if isinstance(matmul, RowMatmul):
+        sizes = (1, matmul.most)
+    for num_tokens in sizes:
         x = randn(num_tokens, 1024, dtype=dtype, seed=num_tokens)
         out, expected = matmul(x, weight), x.float() @ weight.float().T
         if matmul.split_k > 1:
@@ -67,6 +72,47 @@ def test_a_matmul_supports_what_its_tiles_divide() -> None:
     assert not matmul.supports(torch.empty(96, 384, dtype=torch.float16))
     assert not matmul.supports(torch.empty(192, 64 * 3, dtype=torch.float16))
     assert not replace(matmul, stages=99).supports(torch.empty(192, 384, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("size", [32, 416, 1536])
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_matmuls_of_rows_take_any_number_of_input_features(split_k: int, size: int) -> None:
+    """They hold a padded number of chunks of them, here up to a third more than there are."""
+    dtype = torch.float16
+    matmul = RowMatmul(most=4, warps=4, split_k=split_k)
+    weight, x = randn(64, size, dtype=dtype), randn(3, size, dtype=dtype, seed=1)
+    assert matmul.supports(weight)
+    out = matmul(x, weight)
+    out = out.sum(0) if split_k > 1 else out
+    assert_near(out.to(dtype), x.float() @ weight.float().T, dtype)
+
+
+def test_a_matmul_of_rows_supports_what_fits_into_its_registers() -> None:
+    matmul = RowMatmul(most=4, warps=4, split_k=2)
+    assert matmul.supports(torch.empty(64, 4096, dtype=torch.float16))
+    assert not matmul.supports(torch.empty(60, 4096, dtype=torch.float16))
+    assert not matmul.supports(torch.empty(64, 4096 - 16, dtype=torch.float16))
+    assert not matmul.supports(torch.empty(64, 4096 + 32, dtype=torch.float16))
+    gated = RowMatmul(most=4, warps=4, has_silu_epilogue=True)
+    assert gated.supports(torch.empty(64, 1024, dtype=torch.float16))
+    assert not gated.supports(torch.empty(64, 2048, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [((9, 0), None, True), ((12, 0), None, True), ((8, 9), None, False), ((9, 4), "7.0", False)],
+)
+def test_only_new_nvidia_gpus_start_kernels_early(
+    capability: tuple[int, int],
+    hip: str | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    has_dependent_launch = dependent_launch.has_dependent_launch.__wrapped__  # not cached
+    assert has_dependent_launch(torch.device("cuda")) == expected
+    assert not has_dependent_launch(torch.device("cpu"))
 
 
 @dtypes

@@ -20,6 +20,7 @@ from nanovllm.engine.batch import PrefillChunk, PrefillPart, RowInit, ScheduledB
 from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes
 from nanovllm.engine.decode_layout import RowsLayout
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels import dependent_launch
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -208,9 +209,9 @@ def test_autotuned_matmuls_are_as_good(
         assert linear.matmuls == (), "eager steps use torch's own"
         tuned = llm._runner._tuned_matmuls
         (matmuls,) = [matmuls for layer, matmuls in tuned if layer is linear]
-        assert [most for most, _ in matmuls] == [16, 64]
+        assert [most for most, _ in matmuls] == [1, 2, 4, 16, 64]
         assert all(matmul is not None for _, matmul in matmuls)
-        for num_tokens in (1, 16, 17, 64, 65):
+        for num_tokens in (1, 2, 3, 16, 17, 64, 65):
             x = torch.randn(num_tokens, linear.weight.shape[1]).cuda().bfloat16()
             with autotune.applied(tuned):
                 out = linear(x).float()
@@ -219,6 +220,43 @@ def test_autotuned_matmuls_are_as_good(
             if linear.is_gated:
                 expected = silu_and_mul(expected)
             assert relative_error(out, expected.cpu()) < 5e-3
+
+
+def test_kernels_that_start_early_change_no_bit(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that read or wrote too early would differ in the K/V of some layer, step or sequence."""
+    if not dependent_launch.has_dependent_launch(torch.device("cuda")):
+        pytest.skip("before Hopper no kernel starts early")
+    monkeypatch.setattr(autotune, "MARGIN", 1e9)  # our own matmuls, which start early
+    with make_gpu_llm(checkpoint, dtype="bfloat16") as llm:
+        assert llm._runner is not None
+        runner = llm._runner
+
+        def decode(num_rows: int) -> list[torch.Tensor]:
+            """Decodes 100 tokens of each row after 200 random ones; returns ids and K/V."""
+            generator = torch.Generator("cuda").manual_seed(num_rows)
+            caches = [cache for layer in runner.model.attention_layers for cache in layer.cache]
+            for cache in caches:
+                cache.normal_(generator=generator)
+            layout, rows = RowsLayout(num_rows), torch.arange(num_rows).cuda()
+            state = runner.rows.sampling
+            runner.rows.block_tables.copy_(torch.arange(16).view(8, 2))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                step = partial(runner.decode_step, max_context_len=512)
+                graphs = StepGraphs(lambda _, rows: step(rows), [layout], runner.device)
+                state.context_lens.fill_(200)
+                state.last_tokens.copy_(torch.arange(8))
+                ids = [graphs.replay(layout, rows).clone() for _ in range(100)]
+                torch.cuda.synchronize()
+            return [*ids, *(cache.clone() for cache in caches)]
+
+        with torch.inference_mode(), autotune.applied(runner._tuned_matmuls):
+            early = [decode(n) for n in (1, 2, 4, 8)]
+            monkeypatch.setattr(dependent_launch, "has_dependent_launch", lambda _: False)
+            for num_rows, expected in zip((1, 2, 4, 8), early, strict=True):
+                assert all(map(torch.equal, decode(num_rows), expected))
 
 
 @pytest.mark.parametrize("config", [{"autotune_matmul": False}, {"enforce_eager": True}])

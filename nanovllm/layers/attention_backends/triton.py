@@ -13,10 +13,11 @@ class TritonBackend:
         # Here, not at import: triton need not be installed where this backend is not chosen.
         from nanovllm.kernels.decode_attention import decode_attention
         from nanovllm.kernels.decode_launch import decode_config
+        from nanovllm.kernels.dependent_launch import FEW_TOKENS
         from nanovllm.kernels.prefill_attention import prefill_attention
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._decode_config = decode_config
+        self._decode_config, self._few_tokens = decode_config, FEW_TOKENS
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
@@ -51,5 +52,8 @@ class TritonBackend:
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
         sizes = range(1, max_num_seqs + 1)
-        by_code = {self._decode_config(size * num_kv_heads).compiled_as: size for size in sizes}
+        by_code = {
+            (self._decode_config(size * num_kv_heads).compiled_as, size <= self._few_tokens): size
+            for size in sizes
+        }
         return list(by_code.values())
