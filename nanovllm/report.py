@@ -88,7 +88,12 @@ def engine_choices(config: Config) -> dict[str, str]:
     hf_config, device, dtype = config.hf_config, config.torch_device, config.torch_dtype
     cls = model_class(hf_config)
     with torch.device("meta"):  # shapes only
-        model = cls(hf_config, TPGroup(), tie_word_embeddings=True)
+        model = cls(
+            hf_config,
+            TPGroup(),
+            tie_word_embeddings=True,
+            max_model_len=config.max_model_len,
+        )
     head_dim = model.attention_layers[0].head_dim
     layout = AttentionLayout(device, dtype, head_dim, config.kvcache_block_size)
     backend = select_backend(config.attention_backend, layout).name

@@ -103,7 +103,12 @@ class ModelRunner:
         cls = model_class(config.hf_config)
         is_tied = checkpoint.is_tied(config.hf_config.tie_word_embeddings)
         with _torch_defaults(config.torch_dtype, self.device):
-            self.model: CausalLM = cls(config.hf_config, self.group, tie_word_embeddings=is_tied)
+            self.model: CausalLM = cls(
+                config.hf_config,
+                self.group,
+                tie_word_embeddings=is_tied,
+                max_model_len=config.max_model_len,
+            )
         layers = self.model.attention_layers
         layout = AttentionLayout(
             self.device, config.torch_dtype, layers[0].head_dim, config.kvcache_block_size
