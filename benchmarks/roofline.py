@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.models.decoder import resolve_head_dim
+from nanovllm.models.supported import resolve_head_dim
 
 REPEATS = 5
 

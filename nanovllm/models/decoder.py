@@ -16,7 +16,9 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GatedLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
+from nanovllm.layers.rope_scaling import read_rope
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.supported import check_silu, check_supported
 from nanovllm.utils.context import Context
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import PackedModules
@@ -170,9 +172,9 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         if max_model_len is None:
             max_model_len = hf_config.max_position_embeddings
-        check_supported(hf_config)
-        spec = self.attention_spec(hf_config)
-        rotary = RotaryEmbedding(spec.head_dim, max_model_len, rope_theta(hf_config))
+        check_supported(hf_config, max_model_len)
+        spec, rope = self.attention_spec(hf_config), read_rope(hf_config)
+        rotary = RotaryEmbedding(spec.head_dim, max_model_len, rope.theta, rope.scaling)
         layers = (
             DecoderLayer(
                 hf_config,
@@ -198,7 +200,8 @@ class DecoderForCausalLM(nn.Module):
     @staticmethod
     def make_mlp(hf_config: PretrainedConfig, group: TPGroup, layer_index: int) -> nn.Module:
         """Makes the MLP of one layer, which a norm follows that sums over the ranks."""
-        bias = getattr(hf_config, "mlp_bias", False)
+        check_silu(hf_config)
+        bias = bool(getattr(hf_config, "mlp_bias", False))
         return GatedMLP(group, hf_config.hidden_size, hf_config.intermediate_size, bias=bias)
 
     @property
@@ -218,27 +221,3 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
-
-
-def resolve_head_dim(hf_config: PretrainedConfig) -> int:
-    head_dim: int | None = getattr(hf_config, "head_dim", None)
-    return head_dim or hf_config.hidden_size // hf_config.num_attention_heads
-
-
-def check_supported(hf_config: PretrainedConfig) -> None:
-    """Raises `ValueError` for a config with which the blocks above would give wrong text."""
-    if hf_config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
-    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-        )
-    layer_types = getattr(hf_config, "layer_types", None)
-    if layer_types is None:  # before transformers 4.53, and families without windows
-        has_window = getattr(hf_config, "use_sliding_window", False) and hf_config.sliding_window
-        is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
-    else:
-        is_sliding = any(kind != "full_attention" for kind in layer_types)
-    if is_sliding:
-        raise ValueError("sliding-window attention is not supported; only full attention is")

@@ -1,0 +1,39 @@
+"""Reads a checkpoint's config.json, without ever running code that comes with a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from nanovllm.models import known_architecture
+
+
+def read_hf_config(path: str) -> PretrainedConfig:
+    """Returns the config of a checkpoint directory.
+
+    Raises `ValueError` for a file that cannot be read and for architectures that are not supported,
+    the latter before transformers sees the file: it may not know them either.
+    """
+    file = Path(path) / "config.json"
+    try:
+        content = _read(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    known_architecture(content.get("architectures"))
+    try:
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of whatever kind its library raises
+        raise ValueError(f"cannot read {file}: {error}") from error
+    # The flag decides only where the file has it: the library's default is no statement.
+    hf_config.tie_word_embeddings = content.get("tie_word_embeddings")
+    return hf_config
+
+
+def _read(file: Path) -> dict[str, Any]:
+    content = json.loads(file.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    return content
