@@ -114,7 +114,12 @@ class ModelRunner:
             self.device, config.torch_dtype, layers[0].head_dim, config.kvcache_block_size
         )
         self.backend = select_backend(config.attention_backend, layout)  # refuses before loading
-        load_model(self.model, checkpoint, cls.packed_modules_mapping)
+        load_model(
+            self.model,
+            checkpoint,
+            cls.packed_modules_mapping,
+            shows_progress=self.group.rank == 0,
+        )
         self.kv_cache = KVCache(config, layers, self.backend, self.group)
         self.sampler = Sampler(self.group, self.model.first_id)
         self.rows = RowState(config, self.group)

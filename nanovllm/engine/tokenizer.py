@@ -23,7 +23,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
         return None
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model, local_files_only=True
+            model, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # of whatever kind its library raises
         raise ValueError(f"cannot load the tokenizer of {model}: {error}") from error
