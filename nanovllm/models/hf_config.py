@@ -7,13 +7,15 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from nanovllm.models import known_architecture
+from nanovllm.models.supported import SIZES, check_size
 
 
 def read_hf_config(path: str) -> PretrainedConfig:
     """Returns the config of a checkpoint directory.
 
-    Raises `ValueError` for a file that cannot be read and for architectures that are not supported,
-    the latter before transformers sees the file: it may not know them either.
+    Raises `ValueError` for a file that cannot be read, and before transformers sees the file for
+    architectures that are not supported, which it may not know either, and for absurd sizes, of
+    which it would make lists.
     """
     file = Path(path) / "config.json"
     try:
@@ -21,6 +23,9 @@ def read_hf_config(path: str) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     known_architecture(content.get("architectures"))
+    for name in SIZES:
+        if content.get(name) is not None:
+            check_size(name, content[name])
     try:
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False

@@ -8,16 +8,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
 MAX_SIZE = 2**31 - 1
-MAX_LAYERS = 1000
+SIZES = {  # -> the largest that is no mistake
+    "num_hidden_layers": 1000,
+    "hidden_size": MAX_SIZE,
+    "intermediate_size": MAX_SIZE,
+    "num_attention_heads": MAX_SIZE,
+    "num_key_value_heads": MAX_SIZE,
+    "vocab_size": MAX_SIZE,
+    "max_position_embeddings": MAX_SIZE,
+}
 # Fields of other families that change what a layer computes -> the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "attn_logit_softcapping": None,
@@ -58,8 +58,7 @@ def check_supported(hf_config: PretrainedConfig, max_model_len: int) -> None:
 def check_sizes(hf_config: PretrainedConfig) -> None:
     """Raises `ValueError` for sizes that are missing, absurd or do not fit together."""
     for name in SIZES:
-        _check_size(hf_config, name, MAX_SIZE)
-    _check_size(hf_config, "num_hidden_layers", MAX_LAYERS)
+        check_size(name, getattr(hf_config, name, None))
     eps = getattr(hf_config, "rms_norm_eps", None)
     if not isinstance(eps, float | int) or not 0 <= eps < 1:
         raise ValueError(f"rms_norm_eps must be a small positive number, got {eps!r}")
@@ -69,6 +68,13 @@ def check_sizes(hf_config: PretrainedConfig) -> None:
             f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
         )
     resolve_head_dim(hf_config)
+
+
+def check_size(name: str, value: object) -> None:
+    """Raises `ValueError` if one of `SIZES` is no such size."""
+    most = SIZES[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be an int from 1 to {most}, got {value!r} in config.json")
 
 
 def check_silu(hf_config: PretrainedConfig) -> None:
@@ -91,12 +97,6 @@ def resolve_head_dim(hf_config: PretrainedConfig) -> int:
     if not isinstance(head_dim, int) or not 0 < head_dim <= MAX_SIZE or head_dim % 2:
         raise ValueError(f"head_dim must be a positive, even int, got {head_dim!r}")
     return head_dim
-
-
-def _check_size(hf_config: PretrainedConfig, name: str, most: int) -> None:
-    value = getattr(hf_config, name, None)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"{name} must be an int from 1 to {most}, got {value!r} in config.json")
 
 
 def _check_window(hf_config: PretrainedConfig, max_model_len: int) -> None:
