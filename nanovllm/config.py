@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.layers.rope_scaling import DynamicNTKScaling, max_context, read_rope
-from nanovllm.models.hf_config import read_hf_config
+from nanovllm.models.hf_config import read_hf_config, tie_flag
 from nanovllm.models.supported import check_sizes
 from nanovllm.sampling_params import MAX_SEED
 from nanovllm.utils.hub import checkpoint_dir
@@ -51,7 +51,8 @@ class Config:
         so on a GPU; on a CPU, which computes a step while it launches it, that brings nothing.
     revision: branch, tag or commit of a model id; None is its main branch.
 
-    Derived are `hf_config`, `torch_device` and `torch_dtype`.
+    Derived are `hf_config`, `tie_word_embeddings` (None where config.json has no such flag),
+    `torch_device` and `torch_dtype`.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Config:
     async_scheduling: bool | str = "auto"
     revision: str | None = None
     hf_config: PretrainedConfig = field(init=False, repr=False)
+    tie_word_embeddings: bool | None = field(init=False)
     torch_device: torch.device = field(init=False)
     torch_dtype: torch.dtype = field(init=False)
 
@@ -90,6 +92,7 @@ class Config:
         self._check_knobs()
         self.model = str(checkpoint_dir(self.model, self.revision))
         self.hf_config = read_hf_config(self.model)
+        self.tie_word_embeddings = tie_flag(self.model)
         self.torch_device = _resolve_device(self.device)
         if self.tensor_parallel_size > 1 and self.torch_device.type == "cuda":
             self._check_gpus()

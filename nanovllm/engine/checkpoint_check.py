@@ -21,7 +21,7 @@ def check_checkpoint(config: Config) -> None:
         config.hf_config,
         TPGroup(0, config.tensor_parallel_size),
         max_model_len=config.max_model_len,
-        tie_word_embeddings=not has_head and config.hf_config.tie_word_embeddings is not False,
+        tie_word_embeddings=not has_head and config.tie_word_embeddings is not False,
     )
     layer = model.attention_layers[0]
     select_backend(

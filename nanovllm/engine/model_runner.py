@@ -101,7 +101,7 @@ class ModelRunner:
         config = self.config
         checkpoint = Checkpoint(config.model)
         cls = model_class(config.hf_config)
-        is_tied = checkpoint.is_tied(config.hf_config.tie_word_embeddings)
+        is_tied = checkpoint.is_tied(config.tie_word_embeddings)
         with _torch_defaults(config.torch_dtype, self.device):
             self.model: CausalLM = cls(
                 config.hf_config,

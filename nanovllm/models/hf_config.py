@@ -17,11 +17,7 @@ def read_hf_config(path: str) -> PretrainedConfig:
     architectures that are not supported, which it may not know either, and for absurd sizes, of
     which it would make lists.
     """
-    file = Path(path) / "config.json"
-    try:
-        content = _read(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+    content = _read(path)
     known_architecture(content.get("architectures"))
     for name in SIZES:
         if content.get(name) is not None:
@@ -31,14 +27,23 @@ def read_hf_config(path: str) -> PretrainedConfig:
             path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # of whatever kind its library raises
-        raise ValueError(f"cannot read {file}: {error}") from error
-    # The flag decides only where the file has it: the library's default is no statement.
-    hf_config.tie_word_embeddings = content.get("tie_word_embeddings")
+        raise ValueError(f"cannot read {path}/config.json: {error}") from error
     return hf_config
 
 
-def _read(file: Path) -> dict[str, Any]:
-    content = json.loads(file.read_text())
+def tie_flag(path: str) -> bool | None:
+    """Returns `tie_word_embeddings` of a directory's config.json, and None where it has no such
+    flag, for which transformers would fill in its family's default."""
+    flag: bool | None = _read(path).get("tie_word_embeddings")
+    return flag
+
+
+def _read(path: str) -> dict[str, Any]:
+    file = Path(path) / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        raise ValueError(f"cannot read {file}: it holds a {type(content).__name__}, not an object")
     return content
