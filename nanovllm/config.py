@@ -147,6 +147,8 @@ class Config:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
         if not isinstance(self.attention_backend, str):
             raise TypeError(f"attention_backend must be a str, got {self.attention_backend!r}")
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise TypeError(f"revision must be a str or None, got {self.revision!r}")
         for name in BOOLEANS:
             value = getattr(self, name)
             if not isinstance(value, bool):

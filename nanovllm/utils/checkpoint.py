@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that weights may have
-MAX_MAPPED_BYTES = 2**28
-PIECE_BYTES = 2**26  # of a tensor that is compared or copied at a time
+MAX_MAPPED_BYTES = 2**26
+PIECE_BYTES = 2**24  # of a tensor that is compared or copied at a time
 # Buffers that some old checkpoints store and models derive.
 _DERIVED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
