@@ -6,7 +6,7 @@ those that the model expects are compared by name, shape and dtype before any da
 are copied in pieces, so that the host holds little of them at a time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,7 +83,31 @@ class WeightLoader:
         return shape
 
 
-def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
+@runtime_checkable
+class NamesTensors(Protocol):
+    """A weight loader that knows the names of the tensors that it loads from.
+
+    Those of any other follow from the parameter's name and `PackedModules`.
+    """
+
+    def tensor_names(
+        self, param_name: str, param: nn.Parameter, available: Set[str]
+    ) -> dict[str, str | None]:
+        """Returns the part that each tensor is, by the tensor's name.
+
+        available: the tensors of the checkpoint; more may be asked for, and are then missing.
+        """
+        ...
+
+    def __call__(self, param: nn.Parameter, loaded: SliceableTensor, part: str | None) -> None: ...
+
+    def source_shape(self, param: nn.Parameter, part: str | None) -> list[int]: ...
+
+
+AnyWeightLoader = WeightLoader | NamesTensors
+
+
+def set_weight_loader(param: nn.Parameter, loader: AnyWeightLoader) -> None:
     """Attaches `loader` to `param`, which `load_model` then fills by it."""
     param.weight_loader = loader  # type: ignore[attr-defined]
 
@@ -95,7 +119,7 @@ def keep_weight_loader(param: nn.Parameter, previous: nn.Parameter) -> nn.Parame
     return param
 
 
-def _weight_loader(param: nn.Parameter) -> WeightLoader:
+def _weight_loader(param: nn.Parameter) -> AnyWeightLoader:
     """Returns the loader attached to `param`, or one that copies a whole tensor into it."""
     size = param.shape[0]
     whole = WeightLoader({None: Shard(full=size, source=0, target=0, size=size)})
@@ -145,7 +169,7 @@ def check_tensors(
     Raises `ValueError` if the checkpoint's tensors are not those that the model expects. The
     parameters need no memory.
     """
-    sources = _sources(model, packed_modules)
+    sources = _sources(model, packed_modules, checkpoint.names)
     _check_names(checkpoint, set(sources))
     for name, (param, part) in sources.items():
         header, expected = checkpoint.header(name), _weight_loader(param).source_shape(param, part)
@@ -160,11 +184,16 @@ def check_tensors(
 
 
 def _sources(
-    model: Parameterized, packed_modules: PackedModules
+    model: Parameterized, packed_modules: PackedModules, available: Set[str]
 ) -> dict[str, tuple[nn.Parameter, str | None]]:
     """Returns, by checkpoint tensor name, the parameter that it fills and which part of it."""
     sources: dict[str, tuple[nn.Parameter, str | None]] = {}
     for param_name, param in model.named_parameters():  # yields tied parameters once
+        loader = _weight_loader(param)
+        if isinstance(loader, NamesTensors):
+            names = loader.tensor_names(param_name, param, available)
+            sources |= {name: (param, part) for name, part in names.items()}
+            continue
         components = param_name.split(".")
         packed = next((i for i, c in enumerate(components) if c in packed_modules), None)
         if packed is None:
