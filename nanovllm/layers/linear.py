@@ -1,8 +1,8 @@
-"""Linear layers whose weights are split over tensor-parallel ranks.
+"""Linear layers, most of which split their weights over tensor-parallel ranks.
 
-Column: output features are split, the result stays split. Row: input features are split, every rank
-has a summand of the result, for the norm that follows to sum. Weights are [output features, input
-features].
+Replicated: every rank computes the whole result. Column: output features are split, the result
+stays split. Row: input features are split, every rank has a summand of the result, for the norm
+that follows to sum. Weights are [output features, input features].
 """
 
 from collections.abc import Mapping
@@ -76,6 +76,15 @@ class Linear(nn.Module):
         if matmul is None:
             return linear(x, self.weight, self.bias)
         return matmul(x, self.weight)
+
+
+class ReplicatedLinear(Linear):
+    """A projection that every rank computes whole, [..., n], from its copy of the weight."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size))
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
 
 
 class ColumnParallelLinear(Linear):
