@@ -18,6 +18,14 @@ SIZES = {  # -> the largest that is no mistake
     "vocab_size": MAX_SIZE,
     "max_position_embeddings": MAX_SIZE,
 }
+# The same of mixtures of experts, which dense families lack.
+EXPERT_SIZES = {
+    "num_experts": 10_000,
+    "num_local_experts": 10_000,
+    "num_experts_per_tok": 10_000,
+    "moe_intermediate_size": MAX_SIZE,
+    "decoder_sparse_step": MAX_SIZE,
+}
 # Fields of other families that change what a layer computes -> the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "attn_logit_softcapping": None,
@@ -71,8 +79,8 @@ def check_sizes(hf_config: PretrainedConfig) -> None:
 
 
 def check_size(name: str, value: object) -> None:
-    """Raises `ValueError` if one of `SIZES` is no such size."""
-    most = SIZES[name]
+    """Raises `ValueError` if one of `SIZES` or `EXPERT_SIZES` is no such size."""
+    most = (SIZES | EXPERT_SIZES)[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ValueError(f"{name} must be an int from 1 to {most}, got {value!r} in config.json")
 
