@@ -14,6 +14,7 @@ from nanovllm.engine.captured_steps import CapturedSteps
 from nanovllm.engine.compilation import (
     compile_together,
     decode_attention_calls,
+    expert_calls,
     prefill_attention_calls,
 )
 from nanovllm.engine.cuda_graph import bucket_sizes
@@ -133,7 +134,7 @@ class ModelRunner:
         config, device = self.config, self.device
         self.kv_cache.allocate(1)
         attention, sizes = self.model.attention_layers[0], self._decode_sizes()
-        calls = decode_attention_calls(attention, sizes)
+        calls = expert_calls(self.model) + decode_attention_calls(attention, sizes)
         if sizes:  # the backend compiles
             calls += prefill_attention_calls(attention, warm_up_batches(config, []))
         compile_together(calls, device)
