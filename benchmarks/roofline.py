@@ -1,27 +1,58 @@
 """The least time that a workload can take on a device, given two rates measured on it.
 
 Decode is bound by its reads: at each step the K/V of every context token, and the weights of all
-matmuls. Prefill is bound by its arithmetic. The rest (biases, norms, the embedding lookup, writes,
+matmuls; of a mixture's experts, those that tokens go to, on average, if all are equally likely.
+Prefill is bound by its arithmetic. The rest (biases, norms, the embedding lookup, writes,
 the sampler) is left out, and so is the cost of a K/V pool that is too small for all rows.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from nanovllm.config import Config
-from nanovllm.models.decoder import resolve_head_dim
+from nanovllm.models.qwen3_moe import has_experts
+from nanovllm.models.supported import resolve_head_dim
 
 REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The sizes of the mixtures of experts; `num_layers` layers have one in place of the MLP."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> "ExpertShape | None":
+        """Returns the shape of a model's experts, None for a dense model."""
+        if not hasattr(hf_config, "moe_intermediate_size"):
+            return None
+        return cls(
+            num_layers=sum(has_experts(hf_config, i) for i in range(hf_config.num_hidden_layers)),
+            num_experts=hf_config.num_experts,
+            top_k=hf_config.num_experts_per_tok,
+            intermediate_size=hf_config.moe_intermediate_size,
+        )
+
+    def num_active(self, num_tokens: int) -> float:
+        """Returns how many of a layer's experts so many tokens go to, on average."""
+        is_idle = (1 - self.top_k / self.num_experts) ** num_tokens
+        return self.num_experts * (1 - is_idle)
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a dense decoder with a gated MLP that determine its reads and arithmetic."""
+    """The sizes of a decoder with gated MLPs that determine its reads and arithmetic."""
 
     num_layers: int
     hidden_size: int
@@ -31,6 +62,7 @@ class Shape:
     intermediate_size: int
     vocab_size: int
     itemsize: int  # bytes of a weight, and of an element of K or V
+    experts: ExpertShape | None = None
 
     @classmethod
     def of(cls, config: Config) -> "Shape":
@@ -45,6 +77,7 @@ class Shape:
             intermediate_size=hf_config.intermediate_size,
             vocab_size=hf_config.vocab_size,
             itemsize=config.torch_dtype.itemsize,
+            experts=ExpertShape.of(hf_config),
         )
 
     @property
@@ -54,9 +87,20 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in the matmuls of all layers: q, k, v, o; gate, up, down."""
+        """Number of weights that one token meets in the matmuls of all layers."""
+        return round(self.weights_of_step(1))
+
+    def weights_of_step(self, num_tokens: int) -> float:
+        """Returns how many weights of all layers' matmuls so many tokens meet, on average: q, k, v,
+        o; gate, up, down; in a mixture of experts the router and the active experts."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+        per_input: float = self.num_layers * attention
+        num_dense, experts = self.num_layers, self.experts
+        if experts is not None:
+            num_dense -= experts.num_layers
+            active = 3 * experts.intermediate_size * experts.num_active(num_tokens)
+            per_input += experts.num_layers * (experts.num_experts + active)
+        return self.hidden_size * (per_input + num_dense * 3 * self.intermediate_size)
 
     @property
     def lm_head_weights(self) -> int:
@@ -99,9 +143,12 @@ def floor(
     that reads the K/V of all tokens before it.
     """
     num_contexts = sum(n * p + n * (n + 1) // 2 for p, n in ((p, o - 1) for p, o in lengths))
-    num_steps = num_decode_steps([output for _, output in lengths], max_num_seqs)
+    batches = decode_batches([output for _, output in lengths], max_num_seqs)
     kv_bytes = num_contexts * shape.kv_bytes_per_token
-    weight_bytes = num_steps * (shape.layer_weights + shape.lm_head_weights) * shape.itemsize
+    weight_bytes = shape.itemsize * sum(
+        num_steps * (round(shape.weights_of_step(num_seqs)) + shape.lm_head_weights)
+        for num_steps, num_seqs in batches
+    )
     prompt_tokens = sum(prompt for prompt, _ in lengths)
     num_pairs = sum(prompt * (prompt + 1) // 2 for prompt, _ in lengths)  # (query, visible key)
     prefill_flops = 2 * (
@@ -112,12 +159,30 @@ def floor(
     return Floor(
         kv_bytes=kv_bytes,
         weight_bytes=weight_bytes,
-        decode_steps=num_steps,
+        decode_steps=sum(num_steps for num_steps, _ in batches),
         prefill_flops=prefill_flops,
         kv_seconds=kv_bytes / rates.bandwidth,
         weight_seconds=weight_bytes / rates.bandwidth,
         prefill_seconds=prefill_flops / rates.flops,
     )
+
+
+def decode_batches(output_lens: Sequence[int], max_num_seqs: int) -> list[tuple[int, int]]:
+    """Returns (number of decode steps, sequences in each of them) in order, if each request, in
+    order, takes the row that frees first. The prefill makes the first token."""
+    rows = [0] * min(max_num_seqs, len(output_lens))  # heap: the step at which each row is free
+    changes: Counter[int] = Counter()  # of the number of sequences, by step
+    for output_len in output_lens:
+        start, end = rows[0], rows[0] + output_len - 1
+        changes.update({start: 1})
+        changes.subtract({end: 1})
+        heapq.heapreplace(rows, end)
+    batches, num_seqs, previous = [], 0, 0
+    for step in sorted(changes):
+        if num_seqs and step > previous:
+            batches.append((step - previous, num_seqs))
+        num_seqs, previous = num_seqs + changes[step], step
+    return batches
 
 
 def num_decode_steps(output_lens: Sequence[int], max_num_seqs: int) -> int:
@@ -126,10 +191,7 @@ def num_decode_steps(output_lens: Sequence[int], max_num_seqs: int) -> int:
     If all requests run together, that is the length of the longest completion, less the token of
     the prefill.
     """
-    rows = [0] * min(max_num_seqs, len(output_lens))  # heap: the step at which each row is free
-    for output_len in output_lens:
-        heapq.heapreplace(rows, rows[0] + output_len - 1)
-    return max(rows)
+    return sum(num_steps for num_steps, _ in decode_batches(output_lens, max_num_seqs))
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -6,13 +6,16 @@ import importlib.util
 import logging
 import re
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from nanovllm.layers.rope_scaling import DynamicNTKScaling, max_context, read_rope
+from nanovllm.models.hf_config import read_hf_config, tie_flag
+from nanovllm.models.supported import check_sizes
 from nanovllm.sampling_params import MAX_SEED
+from nanovllm.utils.hub import checkpoint_dir
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +28,13 @@ MAX_NUM_BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}  # a step of so many takes
 class Config:
     """What an engine is made with. Bad values raise `ValueError` or `TypeError` with the fix.
 
-    model: local checkpoint directory with config.json and *.safetensors.
+    model: checkpoint directory with config.json and *.safetensors, or else a model id of the
+        Hugging Face hub, which is downloaded unless the local cache has it.
     max_num_batched_tokens: most tokens that one step computes; decoding comes first, prompts take
         the rest. -1 is 16384 on a GPU and 1024 on a CPU.
     max_num_seqs: most sequences that are resident at a time, hence the largest decode batch.
-    max_model_len: most tokens of prompt plus completion; at most the model's
-        max_position_embeddings, to which a larger value is capped with a warning.
+    max_model_len: most tokens of prompt plus completion; at most the model's own context, its RoPE
+        scaling included, to which a larger value is capped with a warning.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use, in (0, 1].
     tensor_parallel_size: how many GPUs (cuda:0 and on) or CPU processes share the model.
     enforce_eager: True captures no CUDA graphs.
@@ -45,8 +49,10 @@ class Config:
     enable_prefix_caching: True reuses the K/V of prompts that start alike.
     async_scheduling: True launches a step before the ids of the one before it are read. "auto" does
         so on a GPU; on a CPU, which computes a step while it launches it, that brings nothing.
+    revision: branch, tag or commit of a model id; None is its main branch.
 
-    Derived are `hf_config`, `torch_device` and `torch_dtype`.
+    Derived are `hf_config`, `tie_word_embeddings` (None where config.json has no such flag),
+    `torch_device` and `torch_dtype`.
     """
 
     model: str
@@ -65,7 +71,9 @@ class Config:
     seed: int = 0
     enable_prefix_caching: bool = True
     async_scheduling: bool | str = "auto"
+    revision: str | None = None
     hf_config: PretrainedConfig = field(init=False, repr=False)
+    tie_word_embeddings: bool | None = field(init=False)
     torch_device: torch.device = field(init=False)
     torch_dtype: torch.dtype = field(init=False)
 
@@ -82,11 +90,9 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_knobs()
-        self.model = str(_checkpoint_dir(self.model))
-        try:
-            self.hf_config = AutoConfig.from_pretrained(self.model, local_files_only=True)
-        except Exception as error:  # of whatever kind its library raises
-            raise ValueError(f"cannot read {self.model}/config.json: {error}") from error
+        self.model = str(checkpoint_dir(self.model, self.revision))
+        self.hf_config = read_hf_config(self.model)
+        self.tie_word_embeddings = tie_flag(self.model)
         self.torch_device = _resolve_device(self.device)
         if self.tensor_parallel_size > 1 and self.torch_device.type == "cuda":
             self._check_gpus()
@@ -141,6 +147,8 @@ class Config:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
         if not isinstance(self.attention_backend, str):
             raise TypeError(f"attention_backend must be a str, got {self.attention_backend!r}")
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise TypeError(f"revision must be a str or None, got {self.revision!r}")
         for name in BOOLEANS:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -151,14 +159,27 @@ class Config:
             )
 
     def _cap_max_model_len(self) -> None:
-        limit = getattr(self.hf_config, "max_position_embeddings", None)
-        if limit is not None and self.max_model_len > limit:
+        check_sizes(self.hf_config)
+        limit = max_context(self.hf_config)
+        if self.max_model_len > limit:
             logger.warning(
-                "max_model_len=%d exceeds the model's max_position_embeddings; using %d",
+                "max_model_len=%d exceeds the model's max_position_embeddings, RoPE scaling "
+                "included; using %d",
                 self.max_model_len,
                 limit,
             )
             self.max_model_len = limit
+        own = self.hf_config.max_position_embeddings
+        if self.max_model_len > own and isinstance(
+            read_rope(self.hf_config).scaling, DynamicNTKScaling
+        ):
+            logger.warning(
+                "rope_type 'dynamic' with max_model_len=%d: all sequences are rotated as Hugging "
+                "Face rotates one of so many tokens; max_model_len=%d rotates them as it rotates "
+                "short ones",
+                self.max_model_len,
+                own,
+            )
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -167,23 +188,6 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
     if value < low or (high is not None and value > high):
         bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {bounds}, got {value}")
-
-
-def _checkpoint_dir(model: object) -> Path:
-    if not isinstance(model, str | Path):
-        raise TypeError(f"model must be the path of a checkpoint directory, got {model!r}")
-    path = Path(model).expanduser()
-    how = (
-        "download one, e.g. `hf download Qwen/Qwen3-0.6B --local-dir ~/huggingface/Qwen3-0.6B`, "
-        "and pass its directory"
-    )
-    if not path.is_dir():
-        raise ValueError(f"model directory {str(path)!r} does not exist; {how}")
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model directory {str(path)!r} has no config.json; {how}")
-    if not any(path.glob("*.safetensors")):
-        raise ValueError(f"model directory {str(path)!r} has no *.safetensors file; {how}")
-    return path
 
 
 def _resolve_device(device: object) -> torch.device:
@@ -208,12 +212,18 @@ def _resolve_device(device: object) -> torch.device:
 
 
 def _resolve_dtype(dtype: object, hf_config: PretrainedConfig) -> torch.dtype:
-    if dtype == "auto":
-        # transformers 4.x calls it torch_dtype, 5.x dtype; either may be absent or a string.
-        name = "dtype" if hasattr(hf_config, "dtype") else "torch_dtype"
-        dtype = getattr(hf_config, name, None)
-        dtype = "bfloat16" if dtype is None else dtype
     resolved = DTYPES.get(str(dtype).removeprefix("torch."))
-    if resolved is None:
+    if resolved is not None:
+        return resolved
+    if dtype != "auto":
         raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
+    # transformers 4.x calls it torch_dtype, 5.x dtype; either may be absent or a string.
+    name = "dtype" if hasattr(hf_config, "dtype") else "torch_dtype"
+    own = str(getattr(hf_config, name, None)).removeprefix("torch.")
+    resolved = DTYPES.get("bfloat16" if own == "None" else own)
+    if resolved is None:
+        raise ValueError(
+            f"dtype must be one of {', '.join(DTYPES)}, but the checkpoint's is {own!r}; pass "
+            "another, e.g. dtype='bfloat16'"
+        )
     return resolved

@@ -27,7 +27,7 @@ from nanovllm.layers.attention_backends import (
     unfit_reason,
 )
 from nanovllm.layers.onednn import reordered
-from nanovllm.models import model_class
+from nanovllm.models import model_outline
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
 
@@ -86,9 +86,9 @@ def engine_choices(config: Config) -> dict[str, str]:
     Raises `ValueError` if such an engine would be refused.
     """
     hf_config, device, dtype = config.hf_config, config.torch_device, config.torch_dtype
-    cls = model_class(hf_config)
-    with torch.device("meta"):  # shapes only
-        model = cls(hf_config, TPGroup(), tie_word_embeddings=True)
+    model = model_outline(
+        hf_config, TPGroup(), max_model_len=config.max_model_len, tie_word_embeddings=True
+    )
     head_dim = model.attention_layers[0].head_dim
     layout = AttentionLayout(device, dtype, head_dim, config.kvcache_block_size)
     backend = select_backend(config.attention_backend, layout).name

@@ -23,7 +23,8 @@ ALLOWED = {
     "llm": {"engine"} | LEAVES,
     "report": {"config", "kernels", "layers", "models", "utils"},
     "__init__": {"llm"} | LEAVES,
-} | {"config": {"sampling_params"}, "outputs": set[str](), "sampling_params": set[str]()}
+    "config": {"sampling_params", "layers", "models", "utils"},
+} | {"outputs": set[str](), "sampling_params": set[str]()}
 # Package -> the path prefixes that may import it.
 CONFINED = {
     "triton": ("kernels/",),

@@ -12,6 +12,8 @@ import torch
 
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.context import Context, SharedPrefixes
 
 KernelCall = Callable[[], object]
@@ -74,3 +76,10 @@ def prefill_attention_calls(
         )
         calls.append(partial(prefill, q, k, v, cache, attention.scale, context))
     return calls
+
+
+def expert_calls(model: CausalLM) -> list[KernelCall]:
+    """Returns calls of what a mixture of experts needs, if the model has any; all are alike."""
+    mixtures = (module for module in model.modules() if isinstance(module, MixtureOfExperts))
+    mixture = next(mixtures, None)
+    return mixture.launches() if mixture is not None else []

@@ -12,14 +12,10 @@ from multiprocessing import current_process
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
-
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError, Workers
-from nanovllm.models import model_class
-from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import PeerLostError, has_nccl
 
 
@@ -125,6 +121,3 @@ def _check(config: Config) -> None:
             "tensor_parallel_size > 1 on GPUs needs NCCL, which this build of torch does not have; "
             "use one GPU, or device='cpu'"
         )
-    with torch.device("meta"):  # shapes alone
-        group = TPGroup(0, config.tensor_parallel_size)
-        model_class(config.hf_config)(config.hf_config, group, tie_word_embeddings=True)

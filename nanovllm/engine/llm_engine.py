@@ -11,6 +11,7 @@ import xxhash
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.checkpoint_check import check_checkpoint
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
@@ -28,7 +29,9 @@ class LLMEngine:
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
+        check_checkpoint(self.config)
         self.tokenizer = load_tokenizer(self.config.model)
+        stop_ids = stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer)
         self._runner: Runner | None = make_runner(self.config)
         self.scheduler = Scheduler(
             BlockManager(
@@ -38,7 +41,7 @@ class LLMEngine:
             ),
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            stop_token_ids=stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer),
+            stop_token_ids=stop_ids,
             finds_prefix_groups=self._runner.reads_prefixes_once,
         )
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read

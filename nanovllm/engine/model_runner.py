@@ -14,6 +14,7 @@ from nanovllm.engine.captured_steps import CapturedSteps
 from nanovllm.engine.compilation import (
     compile_together,
     decode_attention_calls,
+    expert_calls,
     prefill_attention_calls,
 )
 from nanovllm.engine.cuda_graph import bucket_sizes
@@ -101,15 +102,25 @@ class ModelRunner:
         config = self.config
         checkpoint = Checkpoint(config.model)
         cls = model_class(config.hf_config)
-        is_tied = checkpoint.is_tied(config.hf_config.tie_word_embeddings)
+        is_tied = checkpoint.is_tied(config.tie_word_embeddings)
         with _torch_defaults(config.torch_dtype, self.device):
-            self.model: CausalLM = cls(config.hf_config, self.group, tie_word_embeddings=is_tied)
+            self.model: CausalLM = cls(
+                config.hf_config,
+                self.group,
+                tie_word_embeddings=is_tied,
+                max_model_len=config.max_model_len,
+            )
         layers = self.model.attention_layers
         layout = AttentionLayout(
             self.device, config.torch_dtype, layers[0].head_dim, config.kvcache_block_size
         )
         self.backend = select_backend(config.attention_backend, layout)  # refuses before loading
-        load_model(self.model, checkpoint, cls.packed_modules_mapping)
+        load_model(
+            self.model,
+            checkpoint,
+            cls.packed_modules_mapping,
+            shows_progress=self.group.rank == 0,
+        )
         self.kv_cache = KVCache(config, layers, self.backend, self.group)
         self.sampler = Sampler(self.group, self.model.first_id)
         self.rows = RowState(config, self.group)
@@ -123,7 +134,7 @@ class ModelRunner:
         config, device = self.config, self.device
         self.kv_cache.allocate(1)
         attention, sizes = self.model.attention_layers[0], self._decode_sizes()
-        calls = decode_attention_calls(attention, sizes)
+        calls = expert_calls(self.model) + decode_attention_calls(attention, sizes)
         if sizes:  # the backend compiles
             calls += prefill_attention_calls(attention, warm_up_batches(config, []))
         compile_together(calls, device)

@@ -100,7 +100,7 @@ def all_reduce_add_rms_norm(
     """Sums x over the ranks, adds the sum to the residual and normalises the result.
 
     x, residual [t, size] -> (norm(sum), sum), [t, size] each; the sum replaces the contents of
-    `residual`, or of x if that is None. With a residual x may come as n partial sums, fp32
+    `residual`, or of x if that is None. With a residual x may come as n partial sums,
     [n, t, size].
 
     peers: memory whose rows hold a hidden state each. With more tokens than rows, a program sums

@@ -1,5 +1,5 @@
 """RMSNorm (arXiv:1910.07467) fused with the residual add before it, and with the sum of the partial
-results of a split-K matmul; rounded at the same points as the torch layer."""
+results of a split-K matmul or of the experts; rounded at the same points as the torch layer."""
 
 import torch
 import triton
@@ -24,12 +24,12 @@ def rms_norm(x, weight, size, eps):
 
 @triton.jit
 def load_sum(x_ptr, token, num_tokens, size, cols, mask, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """Returns a token's hidden state in `dtype`, summed over x [PARTS, num_tokens, size]."""
+    """Sums a token's hidden states over x [PARTS, num_tokens, size], in fp32; returns `dtype`."""
     token_ptr = x_ptr + token * size + cols
-    total = tl.load(token_ptr, mask=mask, other=0.0)
+    total = tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, PARTS):
         token_ptr += num_tokens.to(tl.int64) * size
-        total += tl.load(token_ptr, mask=mask, other=0.0)
+        total += tl.load(token_ptr, mask=mask, other=0.0).to(tl.float32)
     return total.to(dtype)
 
 
@@ -67,7 +67,7 @@ def add_rms_norm(
     """Adds x to the residual and normalises the sum, which replaces the contents of `residual`.
 
     x, residual [t, size] -> (norm(x + residual), x + residual), [t, size] each. With a residual x
-    may come as n partial sums, fp32 [n, t, size]; without one the second result is x itself.
+    may come as n partial sums, [n, t, size]; without one the second result is x itself.
     """
     num_tokens, size = x.shape[-2:]
     out = weight.new_empty(num_tokens, size)

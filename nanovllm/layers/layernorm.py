@@ -28,8 +28,8 @@ class RMSNorm(nn.Module):
         """Sums x over the ranks and adds the residual stream before it normalises.
 
         x and residual [t, size] -> (norm(x + residual), x + residual). A residual of None counts as
-        zeros. Both tensors may be overwritten. On a GPU, x may be partial sums of split-K, fp32
-        [split_k, t, size]; their sum is rounded before anything else.
+        zeros. Both tensors may be overwritten. On a GPU, x may be partial sums of split-K or of
+        experts, [n, t, size]; their sum is rounded before anything else.
         """
         if self.group.size > 1:
             num_tokens, size = x.shape[-2:]
@@ -38,7 +38,8 @@ class RMSNorm(nn.Module):
                 from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm
 
                 return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, peers)
-            x = self.group.all_reduce(x)
+            is_partial = x.dim() == 3
+            x = self.group.all_reduce(x.sum(0).to(self.weight.dtype) if is_partial else x)
         if x.is_cuda:
             from nanovllm.kernels.layernorm import add_rms_norm
 

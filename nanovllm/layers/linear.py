@@ -1,10 +1,11 @@
-"""Linear layers whose weights are split over tensor-parallel ranks.
+"""Linear layers, most of which split their weights over tensor-parallel ranks.
 
-Column: output features are split, the result stays split. Row: input features are split, every rank
-has a summand of the result, for the norm that follows to sum. Weights are [output features, input
-features].
+Replicated: every rank computes the whole result. Column: output features are split, the result
+stays split. Row: input features are split, every rank has a summand of the result, for the norm
+that follows to sum. Weights are [output features, input features].
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import torch
@@ -77,7 +78,43 @@ class Linear(nn.Module):
         return matmul(x, self.weight)
 
 
-class MergedColumnParallelLinear(Linear):
+class ReplicatedLinear(Linear):
+    """A projection that every rank computes whole, [..., n], from its copy of the weight."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size))
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+
+
+class ColumnParallelLinear(Linear):
+    """A projection whose output features are split: this rank's share, [..., n / group.size]."""
+
+    def __init__(
+        self, group: TPGroup, input_size: int, output_size: int, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        share, first = self._share(group, "the projection", output_size)
+        shard = Shard(full=output_size, source=first, target=0, size=share)
+        self._add_parameters(input_size, {None: shard}, bias)
+
+    def _share(self, group: TPGroup, name: str, size: int) -> tuple[int, int]:
+        """Returns how many output features of a part this rank has, and the first of them."""
+        share = group.share(size, f"output features of {name}")
+        return share, group.rank * share
+
+    def _add_parameters(
+        self, input_size: int, shards: Mapping[str | None, Shard], bias: bool
+    ) -> None:
+        """Makes the weight and the bias that `shards` fill, one after the other."""
+        share = sum(shard.size for shard in shards.values())
+        self.weight = nn.Parameter(torch.empty(share, input_size))
+        self.bias = nn.Parameter(torch.empty(share)) if bias else None
+        for param in self.parameters():
+            set_weight_loader(param, WeightLoader(shards))
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel projections of one input, computed as one matmul.
 
     parts: checkpoint module name -> its output features over all ranks. The result is the
@@ -87,22 +124,14 @@ class MergedColumnParallelLinear(Linear):
     def __init__(
         self, group: TPGroup, input_size: int, parts: dict[str, int], *, bias: bool = False
     ) -> None:
-        super().__init__()
+        Linear.__init__(self)
         shards: dict[str | None, Shard] = {}
         offset = 0
         for name, size in parts.items():
             share, first = self._share(group, name, size)
             shards[name] = Shard(full=size, source=first, target=offset, size=share)
             offset += share
-        self.weight = nn.Parameter(torch.empty(offset, input_size))
-        self.bias = nn.Parameter(torch.empty(offset)) if bias else None
-        for param in self.parameters():
-            set_weight_loader(param, WeightLoader(shards))
-
-    def _share(self, group: TPGroup, name: str, size: int) -> tuple[int, int]:
-        """Returns how many output features of a part this rank has, and the first of them."""
-        share = group.share(size, f"output features of {name}")
-        return share, group.rank * share
+        self._add_parameters(input_size, shards, bias)
 
 
 class GatedLinear(MergedColumnParallelLinear):
@@ -110,8 +139,8 @@ class GatedLinear(MergedColumnParallelLinear):
 
     is_gated = True
 
-    def __init__(self, group: TPGroup, input_size: int, size: int) -> None:
-        super().__init__(group, input_size, {"gate_proj": size, "up_proj": size})
+    def __init__(self, group: TPGroup, input_size: int, size: int, *, bias: bool = False) -> None:
+        super().__init__(group, input_size, {"gate_proj": size, "up_proj": size}, bias=bias)
 
     def multiply(self, x: Tensor, matmul: Matmul | None) -> Tensor:
         out = super().multiply(x, matmul)

@@ -2,24 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-
-def rope_theta(hf_config: PretrainedConfig) -> float:
-    """Returns the base of the rotation frequencies, from wherever transformers keeps it.
-
-    Raises `ValueError` for a scaling that is not implemented: ignoring it would give wrong text.
-    """
-    params = getattr(hf_config, "rope_parameters", None)  # transformers 5.x
-    if params is None:
-        params = dict(getattr(hf_config, "rope_scaling", None) or {})  # 4.x
-        params["rope_theta"] = getattr(hf_config, "rope_theta", None)
-    kind = params.get("rope_type", params.get("type", "default"))
-    if kind != "default" or params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"RoPE parameters {params} are not supported; only rope_type 'default' is")
-    if params.get("rope_theta") is None:
-        raise ValueError("the checkpoint's config.json has no rope_theta")
-    return float(params["rope_theta"])
+from nanovllm.layers.rope_scaling import RopeScaling, plain_frequencies
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,13 +11,19 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin: Tensor  # fp32 [max_position, head_dim], cos | sin of head_dim / 2 angles each
 
-    def __init__(self, head_dim: int, max_position: int, theta: float) -> None:
+    def __init__(
+        self, head_dim: int, max_position: int, theta: float, scaling: RopeScaling | None = None
+    ) -> None:
         super().__init__()
+        if scaling is None:
+            frequencies, factor = plain_frequencies(theta, head_dim), 1.0
+        else:
+            frequencies = scaling.frequencies(theta, head_dim, max_position)
+            factor = scaling.attention_factor
         # On the CPU whatever the model's device, so that every device rotates by the same angles.
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, 1.0 / theta**exponents)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        angles = torch.outer(positions, frequencies)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor)
         self.register_buffer("cos_sin", table.to(torch.get_default_device()), persistent=False)
         nothing = torch.empty(0)
         self._angles: tuple[Tensor, ...] = (nothing, nothing, nothing)

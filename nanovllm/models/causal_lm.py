@@ -23,11 +23,17 @@ class CausalLM(Protocol):
     packed_modules_mapping: ClassVar[PackedModules]
 
     def __init__(
-        self, hf_config: PretrainedConfig, group: TPGroup, *, tie_word_embeddings: bool
+        self,
+        hf_config: PretrainedConfig,
+        group: TPGroup,
+        *,
+        tie_word_embeddings: bool,
+        max_model_len: int | None = None,
     ) -> None:
         """Raises `ValueError` for a config that the class would compute wrongly.
 
         tie_word_embeddings: what the checkpoint turned out to hold, whatever its config says.
+        max_model_len: the most tokens of a sequence; None is the config's max_position_embeddings.
         """
         ...
 

@@ -5,6 +5,7 @@ added, and the next norm adds. The norm also sums the ranks' parts of an output.
 those of the checkpoints, so that parameters find their tensors by name.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,9 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GatedLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
+from nanovllm.layers.rope_scaling import read_rope
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.supported import check_silu, check_supported
 from nanovllm.utils.context import Context
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import PackedModules
@@ -76,11 +79,13 @@ class DecoderAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down_proj(SiLU(gate_proj(x)) * up_proj(x)), known as SwiGLU."""
 
-    def __init__(self, group: TPGroup, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self, group: TPGroup, hidden_size: int, intermediate_size: int, *, bias: bool = False
+    ) -> None:
         super().__init__()
         group.share(intermediate_size, "intermediate_size")  # raises if it does not divide
-        self.gate_up_proj = GatedLinear(group, hidden_size, intermediate_size)
-        self.down_proj = RowParallelLinear(group, intermediate_size, hidden_size)
+        self.gate_up_proj = GatedLinear(group, hidden_size, intermediate_size, bias=bias)
+        self.down_proj = RowParallelLinear(group, intermediate_size, hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(hidden))  # SiLU(gate) * up included
@@ -88,17 +93,19 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """mlp: maps this rank's hidden states [t, hidden_size] to its summand of the output."""
+
     def __init__(
         self,
         hf_config: PretrainedConfig,
         group: TPGroup,
-        spec: AttentionSpec,
-        rotary: RotaryEmbedding,
+        attention: DecoderAttention,
+        mlp: nn.Module,
     ) -> None:
         super().__init__()
         size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
-        self.self_attn = DecoderAttention(hf_config, group, spec, rotary)
-        self.mlp = GatedMLP(group, size, hf_config.intermediate_size)
+        self.self_attn = attention
+        self.mlp = mlp
         self.input_layernorm = RMSNorm(size, eps, group)
         self.post_attention_layernorm = RMSNorm(size, eps, group)
 
@@ -119,17 +126,14 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, hf_config: PretrainedConfig, group: TPGroup, spec: AttentionSpec) -> None:
+    def __init__(
+        self, hf_config: PretrainedConfig, group: TPGroup, layers: Iterable[DecoderLayer]
+    ) -> None:
         super().__init__()
-        rotary = RotaryEmbedding(
-            spec.head_dim, hf_config.max_position_embeddings, rope_theta(hf_config)
-        )
         self.embed_tokens = VocabParallelEmbedding(
             group, hf_config.vocab_size, hf_config.hidden_size
         )
-        self.layers = nn.ModuleList(
-            DecoderLayer(hf_config, group, spec, rotary) for _ in range(hf_config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps, group)
 
     def forward(
@@ -146,7 +150,11 @@ class Decoder(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """A `CausalLM` made of the blocks above; each family defines its `attention_spec`."""
+    """A `CausalLM` made of the blocks above.
+
+    Each family defines its `attention_spec`. A family whose layers have other MLPs than `GatedMLP`
+    overrides `make_mlp`.
+    """
 
     packed_modules_mapping: ClassVar[PackedModules] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -154,11 +162,29 @@ class DecoderForCausalLM(nn.Module):
     }
 
     def __init__(
-        self, hf_config: PretrainedConfig, group: TPGroup, *, tie_word_embeddings: bool
+        self,
+        hf_config: PretrainedConfig,
+        group: TPGroup,
+        *,
+        tie_word_embeddings: bool,
+        max_model_len: int | None = None,
     ) -> None:
         super().__init__()
-        check_supported(hf_config)
-        self.model = Decoder(hf_config, group, self.attention_spec(hf_config))
+        if max_model_len is None:
+            max_model_len = hf_config.max_position_embeddings
+        check_supported(hf_config, max_model_len)
+        spec, rope = self.attention_spec(hf_config), read_rope(hf_config)
+        rotary = RotaryEmbedding(spec.head_dim, max_model_len, rope.theta, rope.scaling)
+        layers = (
+            DecoderLayer(
+                hf_config,
+                group,
+                DecoderAttention(hf_config, group, spec, rotary),
+                self.make_mlp(hf_config, group, index),
+            )
+            for index in range(hf_config.num_hidden_layers)
+        )
+        self.model = Decoder(hf_config, group, layers)
         self.lm_head = ParallelLMHead(
             group,
             hf_config.vocab_size,
@@ -170,6 +196,13 @@ class DecoderForCausalLM(nn.Module):
     def attention_spec(hf_config: PretrainedConfig) -> AttentionSpec:
         """Reads the attention of this family from the config."""
         raise NotImplementedError
+
+    @staticmethod
+    def make_mlp(hf_config: PretrainedConfig, group: TPGroup, layer_index: int) -> nn.Module:
+        """Makes the MLP of one layer, which a norm follows that sums over the ranks."""
+        check_silu(hf_config)
+        bias = bool(getattr(hf_config, "mlp_bias", False))
+        return GatedMLP(group, hf_config.hidden_size, hf_config.intermediate_size, bias=bias)
 
     @property
     def first_id(self) -> int:
@@ -188,27 +221,3 @@ class DecoderForCausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden)
         return logits
-
-
-def resolve_head_dim(hf_config: PretrainedConfig) -> int:
-    head_dim: int | None = getattr(hf_config, "head_dim", None)
-    return head_dim or hf_config.hidden_size // hf_config.num_attention_heads
-
-
-def check_supported(hf_config: PretrainedConfig) -> None:
-    """Raises `ValueError` for a config with which the blocks above would give wrong text."""
-    if hf_config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
-    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-        )
-    layer_types = getattr(hf_config, "layer_types", None)
-    if layer_types is None:  # before transformers 4.53, and families without windows
-        has_window = getattr(hf_config, "use_sliding_window", False) and hf_config.sliding_window
-        is_sliding = has_window and hf_config.max_window_layers < hf_config.num_hidden_layers
-    else:
-        is_sliding = any(kind != "full_attention" for kind in layer_types)
-    if is_sliding:
-        raise ValueError("sliding-window attention is not supported; only full attention is")

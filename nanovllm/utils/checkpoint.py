@@ -1,21 +1,31 @@
 """Reads a safetensors checkpoint directory: which tensors it has, and slices of them.
 
-Nothing but headers is read until a tensor is sliced.
+Nothing but headers is read until a tensor is sliced. A file is mapped into memory while it is read,
+and mapped pages count as this process's memory; so it is opened anew every `MAX_MAPPED_BYTES`.
 """
 
-import json
 import logging
+import math
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.utils.weight_files import weight_files
+
 logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that weights may have
+MAX_MAPPED_BYTES = 2**26
+PIECE_BYTES = 2**24  # of a tensor that is compared or copied at a time
+# Buffers that some old checkpoints store and models derive.
+_DERIVED = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 class SliceableTensor(Protocol):
@@ -26,26 +36,55 @@ class SliceableTensor(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Where a tensor lies, and its shape and dtype, the latter as safetensors spells it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
+
+
 def _open(file: Path) -> Any:
     """Opens a safetensors file, a context manager; raises `ValueError` if it is damaged."""
     try:
         return safe_open(file, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} is not a complete safetensors file ({error}); download the checkpoint again"
         ) from None
 
 
+class _File:
+    """An open safetensors file, which is opened anew before too much of it is mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle = _open(path)
+        self._mapped_bytes = 0
+
+    def read(self, name: str, index: Any) -> torch.Tensor:
+        if self._mapped_bytes > MAX_MAPPED_BYTES:
+            self._handle, self._mapped_bytes = _open(self._path), 0
+        tensor: torch.Tensor = self._handle.get_slice(name)[index]
+        self._mapped_bytes += tensor.nbytes
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _FileTensor:
     """The `SliceableTensor` of one entry of an open safetensors file."""
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self._slice = handle.get_slice(name)
-        self.shape = list(self._slice.get_shape())
+    file: _File
+    name: str
+    shape: tuple[int, ...]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._slice[index]
-        return tensor
+        return self.file.read(self.name, index)
 
 
 class Checkpoint:
@@ -54,55 +93,56 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         """Reads the headers; raises `ValueError` for a damaged, missing or duplicate part."""
         self.path = Path(path)
-        self._file_of: dict[str, Path] = {}
-        for file in self._files():
+        self._headers: dict[str, TensorHeader] = {}
+        for file in weight_files(self.path):
             with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
-                    if name in self._file_of:
+                    if name in self._headers:
+                        other = self._headers[name].file.name
                         raise ValueError(
-                            f"{self.path}: tensor {name!r} is in both {self._file_of[name].name} "
-                            f"and {file.name}; remove the stale file"
+                            f"{self.path}: tensor {name!r} is in both {other} and {file.name}; "
+                            "remove the stale file"
                         )
-                    self._file_of[name] = file
-
-    def _files(self) -> list[Path]:
-        """Returns the files that the index names, or without an index every *.safetensors file."""
-        index = self.path / "model.safetensors.index.json"
-        if not index.is_file():
-            return sorted(self.path.glob("*.safetensors"))
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"cannot read {index}: {error!r}; download it again") from error
-        files = [self.path / name for name in sorted(names)]
-        for file in files:
-            if not file.is_file():
-                raise ValueError(
-                    f"{self.path}: {file.name} is missing though {index.name} names it; "
-                    "download the checkpoint again"
-                )
-        return files
+                    tensor = handle.get_slice(name)
+                    shape = tuple(tensor.get_shape())
+                    self._headers[name] = TensorHeader(file, shape, tensor.get_dtype())
 
     @property
     def names(self) -> set[str]:
         """The tensors' names, without buffers that some old checkpoints store and models derive."""
-        return {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
+        return {name for name in self._headers if not _DERIVED.fullmatch(name)}
+
+    def header(self, name: str) -> TensorHeader:
+        return self._headers[name]
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
         """Yields (name, tensor) file by file; a tensor is readable until the next is asked for."""
-        for file in sorted({self._file_of[name] for name in names}):
-            with _open(file) as handle:
-                for name in handle.keys():  # noqa: SIM118 - not a dict
-                    if name in names:
-                        yield name, _FileTensor(handle, name)
+        by_file: dict[Path, list[str]] = {}
+        for name, header in self._headers.items():  # in the order in which the file has them
+            if name in names:
+                by_file.setdefault(header.file, []).append(name)
+        for path, names_of_file in by_file.items():
+            file = _File(path)
+            for name in names_of_file:
+                yield name, _FileTensor(file, name, self._headers[name].shape)
 
-    def is_tied(self, tie_word_embeddings: bool) -> bool:
-        """Returns whether the LM head shares the embedding's weight: `tie_word_embeddings`, unless
-        the checkpoint holds both and they differ."""
-        if not tie_word_embeddings or not {LM_HEAD, EMBEDDING} <= self.names:
-            return tie_word_embeddings
-        head, embedding = (next(self.tensors({name}))[1][:] for name in (LM_HEAD, EMBEDDING))
-        is_tied = torch.equal(head, embedding)
+    def is_tied(self, tie_word_embeddings: bool | None) -> bool:
+        """Returns whether the LM head shares the embedding's weight.
+
+        tie_word_embeddings: the flag of config.json, which decides unless the checkpoint holds both
+            weights and they differ. None, no flag: it shares if the checkpoint has no head.
+        """
+        if LM_HEAD not in self._headers or EMBEDDING not in self._headers:
+            if tie_word_embeddings is None:
+                logger.warning(
+                    "%s: neither tie_word_embeddings nor %s is there; the head is the embedding",
+                    self.path,
+                    LM_HEAD,
+                )
+            return tie_word_embeddings is not False
+        if not tie_word_embeddings:
+            return False
+        is_tied = self._are_equal(LM_HEAD, EMBEDDING)
         if not is_tied:
             logger.warning(
                 "%s: tie_word_embeddings is true, but %s differs from the embedding; keeping both",
@@ -110,3 +150,21 @@ class Checkpoint:
                 LM_HEAD,
             )
         return is_tied
+
+    def _are_equal(self, *names: str) -> bool:
+        """Returns whether two tensors are equal. It reads them piece by piece."""
+        first, second = (_File(self._headers[name].file) for name in names)
+        one, other = (self._headers[name] for name in names)
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        return all(
+            torch.equal(first.read(names[0], rows), second.read(names[1], rows))
+            for rows in pieces(one.shape[0], one.num_bytes)
+        )
+
+
+def pieces(num_rows: int, num_bytes: int) -> Iterator[slice]:
+    """Yields slices that cut so many rows, of `num_bytes` in all, into pieces of `PIECE_BYTES`."""
+    step = max(num_rows * PIECE_BYTES // max(num_bytes, 1), 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))

@@ -2,16 +2,20 @@
 
 Each parameter may carry a `WeightLoader` that knows which slices of which checkpoint tensors fill
 it on this rank; a parameter without one is copied whole. The tensors that the checkpoint has and
-those that the model expects are compared by name before any data are read.
+those that the model expects are compared by name, shape and dtype before any data are read. Data
+are copied in pieces, so that the host holds little of them at a time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
+from tqdm import tqdm
 
-from nanovllm.utils.checkpoint import LM_HEAD, Checkpoint, SliceableTensor
+from nanovllm.utils.checkpoint import ITEM_BYTES, LM_HEAD, Checkpoint, SliceableTensor, pieces
+
+PROGRESS_SECONDS = 3.0  # a shorter load shows no progress bar
 
 PackedModules = Mapping[str, tuple[str, ...]]  # our module -> checkpoint modules packed into it
 
@@ -60,20 +64,50 @@ class WeightLoader:
     """
 
     shards: Mapping[str | None, Shard]
-    dim: int = 0
+    dim: int = 0  # 0 or 1
 
     def __call__(self, param: nn.Parameter, loaded: SliceableTensor, part: str | None) -> None:
-        """Copies `part`'s slice of `loaded` into `param`; raises `ValueError` on a wrong shape."""
+        """Copies `part`'s slice of `loaded` into `param`."""
         shard = self.shards[part]
-        expected = list(param.shape)
-        expected[self.dim] = shard.full
-        if list(loaded.shape) != expected:
-            raise ValueError(f"its shape is {list(loaded.shape)}, the config asks for {expected}")
-        index = (slice(None),) * self.dim + (slice(shard.source, shard.source + shard.size),)
-        param.data.narrow(self.dim, shard.target, shard.size).copy_(loaded[index])
+        target = param.data.narrow(self.dim, shard.target, shard.size)
+        first = shard.source if self.dim == 0 else 0
+        columns = () if self.dim == 0 else (slice(shard.source, shard.source + shard.size),)
+        for rows in pieces(target.shape[0], target.nbytes):
+            index = (slice(first + rows.start, first + rows.stop), *columns)
+            target[rows].copy_(loaded[index])
+
+    def source_shape(self, param: nn.Parameter, part: str | None) -> list[int]:
+        """Returns the shape of the checkpoint's tensor that holds `part`."""
+        shape = list(param.shape)
+        shape[self.dim] = self.shards[part].full
+        return shape
 
 
-def set_weight_loader(param: nn.Parameter, loader: WeightLoader) -> None:
+@runtime_checkable
+class NamesTensors(Protocol):
+    """A weight loader that knows the names of the tensors that it loads from.
+
+    Those of any other follow from the parameter's name and `PackedModules`.
+    """
+
+    def tensor_names(
+        self, param_name: str, param: nn.Parameter, available: Set[str]
+    ) -> dict[str, str | None]:
+        """Returns the part that each tensor is, by the tensor's name.
+
+        available: the tensors of the checkpoint; more may be asked for, and are then missing.
+        """
+        ...
+
+    def __call__(self, param: nn.Parameter, loaded: SliceableTensor, part: str | None) -> None: ...
+
+    def source_shape(self, param: nn.Parameter, part: str | None) -> list[int]: ...
+
+
+AnyWeightLoader = WeightLoader | NamesTensors
+
+
+def set_weight_loader(param: nn.Parameter, loader: AnyWeightLoader) -> None:
     """Attaches `loader` to `param`, which `load_model` then fills by it."""
     param.weight_loader = loader  # type: ignore[attr-defined]
 
@@ -85,45 +119,81 @@ def keep_weight_loader(param: nn.Parameter, previous: nn.Parameter) -> nn.Parame
     return param
 
 
-def _weight_loader(param: nn.Parameter) -> WeightLoader:
+def _weight_loader(param: nn.Parameter) -> AnyWeightLoader:
     """Returns the loader attached to `param`, or one that copies a whole tensor into it."""
     size = param.shape[0]
     whole = WeightLoader({None: Shard(full=size, source=0, target=0, size=size)})
     return getattr(param, "weight_loader", None) or whole
 
 
-def load_model(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
+def load_model(
+    model: Parameterized,
+    checkpoint: Checkpoint,
+    packed_modules: PackedModules,
+    *,
+    shows_progress: bool = False,
+) -> None:
     """Fills every parameter of `model`, which may have been loaded before.
 
     Raises `ValueError` if the checkpoint and the model do not match exactly. A model made in
     inference mode must be loaded in inference mode.
+
+    shows_progress: a load that takes some seconds shows a progress bar.
     """
     transforming = [m for m in model.modules() if isinstance(m, TransformsWeights)]
     for module in transforming:
         module.start_loading()
-    _fill(model, checkpoint, packed_modules)
+    sources = check_tensors(model, checkpoint, packed_modules)
+    num_bytes = sum(checkpoint.header(name).num_bytes for name in sources)
+    with tqdm(
+        total=num_bytes,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=PROGRESS_SECONDS,
+        disable=not shows_progress,
+    ) as bar:
+        for name, tensor in checkpoint.tensors(set(sources)):
+            param, part = sources[name]
+            _weight_loader(param)(param, tensor, part)
+            bar.update(checkpoint.header(name).num_bytes)
     for module in transforming:
         module.finish_loading()
 
 
-def _fill(model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules) -> None:
-    """Copies the checkpoint's tensors into parameters that are in its layout."""
-    sources = _sources(model, packed_modules)
+def check_tensors(
+    model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules
+) -> dict[str, tuple[nn.Parameter, str | None]]:
+    """Returns, by checkpoint tensor name, the parameter that it fills and which part of it.
+
+    Raises `ValueError` if the checkpoint's tensors are not those that the model expects. The
+    parameters need no memory.
+    """
+    sources = _sources(model, packed_modules, checkpoint.names)
     _check_names(checkpoint, set(sources))
-    for name, tensor in checkpoint.tensors(set(sources)):
-        param, part = sources[name]
-        try:
-            _weight_loader(param)(param, tensor, part)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.path}: cannot load tensor {name!r}: {error}") from None
+    for name, (param, part) in sources.items():
+        header, expected = checkpoint.header(name), _weight_loader(param).source_shape(param, part)
+        problem = None
+        if list(header.shape) != expected:
+            problem = f"its shape is {list(header.shape)}, the config asks for {expected}"
+        elif header.dtype not in ITEM_BYTES:
+            problem = f"dtype {header.dtype} is not supported, as quantized checkpoints have it"
+        if problem is not None:
+            raise ValueError(f"{checkpoint.path}: cannot load tensor {name!r}: {problem}")
+    return sources
 
 
 def _sources(
-    model: Parameterized, packed_modules: PackedModules
+    model: Parameterized, packed_modules: PackedModules, available: Set[str]
 ) -> dict[str, tuple[nn.Parameter, str | None]]:
     """Returns, by checkpoint tensor name, the parameter that it fills and which part of it."""
     sources: dict[str, tuple[nn.Parameter, str | None]] = {}
     for param_name, param in model.named_parameters():  # yields tied parameters once
+        loader = _weight_loader(param)
+        if isinstance(loader, NamesTensors):
+            names = loader.tensor_names(param_name, param, available)
+            sources |= {name: (param, part) for name, part in names.items()}
+            continue
         components = param_name.split(".")
         packed = next((i for i, c in enumerate(components) if c in packed_modules), None)
         if packed is None:

@@ -4,18 +4,29 @@ import gzip
 import json
 import re
 import timeit
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import bench
 from benchmarks import decode_steps, growth
 from benchmarks.decode_steps import context_lens
 from benchmarks.phases import Mark, split
 from benchmarks.profiling import Activity, Row, busy_ms, rows_of
-from benchmarks.roofline import Rates, Shape, floor, num_decode_steps, si
+from benchmarks.roofline import (
+    ExpertShape,
+    Rates,
+    Shape,
+    decode_batches,
+    floor,
+    num_decode_steps,
+    si,
+)
+from nanovllm.config import Config
 from tests.helpers import ROOT
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import make_llm
@@ -58,6 +69,47 @@ def test_floor_counts_what_the_steps_read_and_compute() -> None:
     attention = 2 * 2 * queries_times_keys * 4 * 4 * 2
     assert least.prefill_flops == 2 * (2 * per_layer * 6 + 8 * 32 * 3) + attention
     assert least.seconds == least.kv_bytes + least.weight_bytes + least.prefill_flops
+
+
+def test_floor_of_a_mixture_of_experts_counts_the_active_experts() -> None:
+    dense = Shape(3, 8, 4, 2, 4, 16, 32, itemsize=2)
+    shape = replace(dense, experts=ExpertShape(2, num_experts=4, top_k=1, intermediate_size=10))
+    attention, expert = 8 * (4 + 2 + 2) * 4 + (4 * 4) * 8, 3 * 8 * 10
+    per_token = 3 * attention + 3 * 8 * 16 + 2 * (4 * 8 + expert)
+    assert shape.layer_weights == per_token
+    # A second token goes to another expert with a probability of 3/4.
+    assert shape.weights_of_step(2) == per_token + 2 * expert * 3 / 4
+    least = floor(shape, [(1, 4), (1, 2)], Rates(bandwidth=1, flops=1), max_num_seqs=2)
+    assert least.decode_steps == 3
+    assert least.weight_bytes == 2 * (3 * (per_token + 8 * 32) + 2 * expert * 3 / 4)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_shape_counts_the_weights_of_the_checkpoint(architecture: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(
+        tmp_path, architecture, with_tokenizer=False, tie_word_embeddings=False
+    )
+    shape = Shape.of(Config(str(checkpoint), device="cpu", max_model_len=64))
+    tensors = load_file(checkpoint / "model.safetensors")
+    matmuls = [n for n in tensors if n.startswith("model.layers.") and "norm" not in n]
+    num_weights = sum(tensors[name].numel() for name in matmuls)
+    assert shape.weights_of_step(10**6) == num_weights
+    assert shape.lm_head_weights == tensors["lm_head.weight"].numel()
+
+
+@pytest.mark.parametrize(
+    ("output_lens", "max_num_seqs", "expected"),
+    [
+        ([5, 3, 8], 3, [(2, 3), (2, 2), (3, 1)]),
+        ([3, 3], 1, [(2, 1), (2, 1)]),
+        ([5, 2, 4], 2, [(1, 2), (3, 2)]),
+        ([1, 1], 1, []),
+    ],
+)
+def test_decode_batches(
+    output_lens: list[int], max_num_seqs: int, expected: list[tuple[int, int]]
+) -> None:
+    assert decode_batches(output_lens, max_num_seqs) == expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -142,22 +143,38 @@ sys.exit("\\n".join(compiled) or 0)
 """
 
 
+EXPERTS = {
+    "architecture": "Qwen3MoeForCausalLM",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("mode", "heads", "kv_heads", "head_dim"),
+    ("mode", "heads", "kv_heads", "head_dim", "overrides"),
     [
-        ("graphs", 4, 2, 64),
-        ("graphs", 4, 2, 128),
-        ("graphs", 48, 48, 128),  # enough heads for every launch of decode attention
-        ("eager", 48, 48, 128),
+        ("graphs", 4, 2, 64, {}),
+        ("graphs", 4, 2, 128, {}),
+        ("graphs", 48, 48, 128, {}),  # enough heads for every launch of decode attention
+        ("eager", 48, 48, 128, {}),
+        ("graphs", 4, 2, 64, EXPERTS),
+        ("eager", 4, 2, 64, EXPERTS),
     ],
 )
 def test_nothing_is_compiled_after_construction(
-    mode: str, heads: int, kv_heads: int, head_dim: int, tmp_path: Path
+    mode: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    overrides: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """The engine runs in a process of its own, in which no other test has compiled anything."""
     checkpoint = make_checkpoint(
         tmp_path,
+        **overrides,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

@@ -8,10 +8,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 CORPUS = [
@@ -26,8 +29,11 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 512
 CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
 }
 
 
@@ -54,8 +60,10 @@ def make_checkpoint(
         "bos_token_id": None,
         "eos_token_id": 1,
     }
-    if architecture == "Qwen3ForCausalLM":
+    if architecture.startswith("Qwen3"):
         shape["head_dim"] = 16
+    if architecture == "Qwen3MoeForCausalLM":
+        shape |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     config = CONFIGS[architecture](**shape | overrides)
     config.architectures = [architecture]
     model = AutoModelForCausalLM.from_config(config)

@@ -13,8 +13,8 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_GPU
 # Kernels sum in fp32, so in half precision little more than inputs and results is rounded.
 NUM_EPS = {torch.float32: 200, torch.float16: 3, torch.bfloat16: 3}
 # (heads, kv_heads, head_dim): head sizes, GQA ratios 1, 2, 7, 8, K/V widths 72, 192, 1024
-SHAPES = [(3, 3, 24), (6, 3, 64), (8, 1, 40), (7, 1, 80)]
-GPU_SHAPES = [(16, 8, 128), (9, 3, 64), (14, 2, 96), (32, 4, 256), (8, 8, 128), (7, 1, 24)]
+SHAPES = [(3, 3, 24), (6, 3, 64), (8, 1, 96), (7, 1, 80)]
+GPU_SHAPES = [(16, 8, 128), (9, 3, 64), (14, 2, 96), (32, 4, 256), (8, 8, 128), (8, 1, 40)]
 shapes = pytest.mark.parametrize("shape", SHAPES + GPU_SHAPES * HAS_GPU, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

@@ -43,6 +43,10 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
         out_of_parts = add_rms_norm(parts, residual, norm.weight.data, 1e-6)
         assert torch.equal(out_of_parts[1], total)
         assert torch.equal(out_of_parts[0], out)
+        # So do these, which are not rounded on the way.
+        residual, half = x * 0, x * 0.5
+        out_of_parts = add_rms_norm(torch.stack((half, x, -half)), residual, norm.weight.data, 1e-6)
+        assert torch.equal(out_of_parts[1], x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

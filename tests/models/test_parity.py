@@ -19,6 +19,22 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-wide-heads": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 40},
     "qwen2-tied": {"architecture": "Qwen2ForCausalLM"},
     "qwen2-untied": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": False},
+    "qwen3-moe": {"architecture": "Qwen3MoeForCausalLM", "norm_topk_prob": True},
+    "qwen3-moe-some-layers": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "norm_topk_prob": False,
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "llama-tied": {"architecture": "LlamaForCausalLM"},
+    "llama-biases": {
+        "architecture": "LlamaForCausalLM",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "mistral": {"architecture": "MistralForCausalLM", "sliding_window": 256},
 }
 
 

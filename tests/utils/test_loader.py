@@ -1,6 +1,5 @@
 """Tests loading checkpoints that do and do not match their config, and what each rank reads."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -63,9 +62,10 @@ def test_missing_tensor(checkpoint: Path, name: str) -> None:
 
 
 def test_unknown_tensor(checkpoint: Path) -> None:
-    derived, scale = "model.layers.0.self_attn.rotary_emb.inv_freq", f"{Q_PROJ}_scale"
+    derived = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.cos_cached"]
+    scale = f"{Q_PROJ}_scale"
     expected = logits_of(checkpoint)
-    edit_tensors(checkpoint, lambda tensors: tensors.update({derived: torch.ones(8)}))
+    edit_tensors(checkpoint, lambda t: t.update({name: torch.ones(8) for name in derived}))
     assert torch.equal(logits_of(checkpoint), expected)
     edit_tensors(checkpoint, lambda tensors: tensors.update({scale: torch.ones(1)}))
     with pytest.raises(ValueError, match=f"does not know: {scale}; quantized"):
@@ -88,46 +88,37 @@ def test_wrong_shape(checkpoint: Path, name: str, shape: list[int], asked: list[
     assert f"its shape is {shape}, the config asks for {asked}" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1"])
-def test_file_that_is_not_safetensors(checkpoint: Path, content: bytes) -> None:
-    (checkpoint / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete.*download"):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_wrong_dtype(checkpoint: Path, dtype: torch.dtype) -> None:
+    edit_tensors(checkpoint, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 64).to(dtype)}))
+    with pytest.raises(ValueError, match=f"tensor '{Q_PROJ}': dtype .* is not supported, as quant"):
         make_llm(checkpoint)
 
 
-def split_in_two(checkpoint: Path, with_index: bool) -> None:
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    file.unlink()
-    files = {name: f"model-{1 + i % 2}-of-2.safetensors" for i, name in enumerate(sorted(tensors))}
-    for shard in set(files.values()):
-        save_file({n: t for n, t in tensors.items() if files[n] == shard}, checkpoint / shard)
-    if with_index:
-        index = checkpoint / "model.safetensors.index.json"
-        index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_weights_of_another_dtype_are_converted(checkpoint: Path, dtype: torch.dtype) -> None:
+    def convert(tensors: Tensors) -> None:
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    tensors = edit_tensors(checkpoint, convert)
+    with make_llm(checkpoint) as llm:
+        assert llm.config.torch_dtype == torch.float32
+        embedding = model_of(llm).model.embed_tokens.weight
+        assert torch.equal(embedding, tensors[EMBEDDING].float())
 
 
-@pytest.mark.parametrize("with_index", [True, False])
-def test_sharded_checkpoint(checkpoint: Path, with_index: bool) -> None:
-    expected = logits_of(checkpoint)
-    split_in_two(checkpoint, with_index)
-    if with_index:  # with an index, files that it does not name are ignored
-        save_file({Q_PROJ: torch.ones(64, 64)}, checkpoint / "consolidated.safetensors")
-    assert torch.equal(logits_of(checkpoint), expected)
-
-
-def test_index_names_a_missing_file(checkpoint: Path) -> None:
-    split_in_two(checkpoint, with_index=True)
-    (checkpoint / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model-2-of-2\.safetensors is missing.*download"):
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("float64", "dtype must be one of float32.*checkpoint's is 'float64'; pass .*dtype='bf"),
+        ("float8_e4m3fn", "dtype must be one of .*'float8_e4m3fn'"),
+        ("bf16", "bf16"),
+    ],
+)
+def test_dtype_of_the_config(checkpoint: Path, name: str, pattern: str) -> None:
+    edit_json(checkpoint / "config.json", dtype=name, torch_dtype=name)
+    with pytest.raises(ValueError, match=pattern):
         make_llm(checkpoint)
-
-
-def test_tensor_in_two_files(checkpoint: Path) -> None:
-    save_file({Q_PROJ: torch.ones(64, 64)}, checkpoint / "old.safetensors")
-    with pytest.raises(ValueError, match=r"in both model\.safetensors and old\.safetensors") as e:
-        make_llm(checkpoint)
-    assert Q_PROJ in str(e.value)
 
 
 def test_tied_with_an_identical_head(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,6 +150,17 @@ def test_untied_without_a_head(checkpoint: Path) -> None:
         make_llm(checkpoint)
 
 
+def test_no_tie_flag(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without the flag, whether there is a head decides."""
+    expected = logits_of(checkpoint)
+    edit_json(checkpoint / "config.json", tie_word_embeddings=None)
+    assert torch.equal(logits_of(checkpoint), expected)
+    assert "neither tie_word_embeddings nor lm_head.weight is there" in caplog.text
+    tensors = edit_tensors(checkpoint, lambda t: t.update({HEAD: t[EMBEDDING].flip(0).clone()}))
+    with make_llm(checkpoint) as llm:
+        assert torch.equal(model_of(llm).lm_head.weight.to_dense(), tensors[HEAD])
+
+
 def test_bfloat16_checkpoint(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, dtype=torch.bfloat16)
     with make_llm(checkpoint) as llm:
@@ -177,20 +179,6 @@ def test_max_model_len_is_capped(checkpoint: Path, caplog: pytest.LogCaptureFixt
     assert make_llm(checkpoint, max_model_len=49).config.max_model_len == 48
     assert "max_model_len=49 exceeds" in caplog.text
     assert "using 48" in caplog.text
-
-
-@pytest.mark.parametrize("spelling", ["4.x", "5.x"])
-def test_rope_theta_is_read_from_either_spelling(checkpoint: Path, spelling: str) -> None:
-    other_theta = logits_of(checkpoint)
-    old = {"rope_theta": 5000.0}
-    new = {"rope_parameters": old | {"rope_type": "default"}}
-    absent = {"rope_theta": None, "rope_parameters": None}
-    config = checkpoint / "config.json"
-    edit_json(config, **absent | (old if spelling == "4.x" else new))
-    logits = logits_of(checkpoint)
-    assert (logits - other_theta).abs().max() > 0.1
-    edit_json(config, **old | new)  # the installed transformers may read only one of them
-    assert_logits_close(logits, HuggingFace(checkpoint).last_logits(PROMPT))
 
 
 def by_checkpoint_name(model: nn.Module, mapping: PackedModules) -> Tensors:

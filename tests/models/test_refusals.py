@@ -1,0 +1,199 @@
+"""Tests that a config which the engine would compute wrongly is refused by name, before weights are
+read, memory is taken or a process is started."""
+
+import json
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.engine import llm_engine
+from tests.helpers.checkpoints import edit_json, make_checkpoint
+from tests.helpers.engines import greedy_ids, make_llm
+from tests.helpers.reference import HuggingFace
+
+SIZES = {"max_model_len": 64, "num_kvcache_blocks": 9}
+PROMPT = [7, 8, 9]
+
+
+def rope(kind: str, **params: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | params}
+
+
+def rope_4(kind: str, **params: Any) -> dict[str, Any]:
+    return {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": kind} | params}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+NEW_TYPES = "not supported; supported: default, linear, dynamic, yarn, llama3"
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["NoSuchForCausalLM"]}, "NoSuch.*LlamaForCausalLM"),
+    "no architecture": ({"architectures": None}, "not supported; supported: .*Qwen3ForCausalLM"),
+    "one architecture": ({"architectures": "Qwen3ForCausalLM"}, "Qwen3ForCausalLM are not"),
+    "model type": ({"model_type": "no-such-type"}, "cannot read .*config.json: .*no-such-type"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),
+    "head counts": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads=4 is no multiple of num_key_value_heads=3",
+    ),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be an int from 1 to 1000.* 0"),
+    "many layers": ({"num_hidden_layers": 10**9}, f"num_hidden_layers must be .* got {10**9}"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads"),
+    "negative size": ({"intermediate_size": -96}, "intermediate_size must be an int .* got -96"),
+    "absurd size": ({"hidden_size": 10**30}, f"hidden_size must be an int .* got {10**30}"),
+    "absurd vocabulary": (
+        {"vocab_size": 2**31 - 1},
+        r"embed_tokens.weight': its shape is \[512, 64\], the config asks for \[2147483647, 64\]",
+    ),
+    "no context": ({"max_position_embeddings": 0}, "max_position_embeddings must be an int"),
+    "text for a size": ({"hidden_size": "64"}, "hidden_size"),
+    "odd heads": ({"head_dim": 15}, "15"),
+    "no epsilon": ({"rms_norm_eps": -1.0}, r"rms_norm_eps must be .*got -1\.0"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        "quantization_config=.*awq.*use a checkpoint of bfloat16",
+    ),
+    "capped attention": ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
+    "capped logits": ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0"),
+    "clipped": ({"clip_qkv": 8.0}, r"clip_qkv=8\.0 is not supported; only None is"),
+    "scaled logits": ({"logits_scaling": 8.0}, r"logits_scaling=8\.0 is not supported; only 1\.0"),
+    "no RoPE in some layers": ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]"),
+    "chunked": (
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        r"layer_types \['chunked_attention'\] are not supported|layer_types",
+    ),
+    "window": (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "sliding_window=8 tokens: set max_model_len=8 instead of 64",
+    ),
+    "longrope": (
+        rope("longrope", factor=4.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+        f"rope_type 'longrope' is {NEW_TYPES}",
+    ),
+    "su": (rope_4("su", factor=4.0), f"rope_type 'su' is {NEW_TYPES}"),
+    "unknown type": (rope("spiral", factor=2.0), f"rope_type 'spiral' is {NEW_TYPES}"),
+    "part of a head": (rope("default", partial_rotary_factor=0.5), "RoPE of a part of each head"),
+    "three axes": (rope("default", mrope_section=[2, 3, 3]), "RoPE of a part of each head"),
+    "no factor": (rope("linear"), "factor"),
+    "negative factor": (rope("dynamic", factor=-2.0), r"factor of RoPE .*positive.* got -2\.0"),
+    "factor as text": (rope("yarn", factor="4"), "factor of RoPE must be a positive number"),
+    "llama3 factors": (
+        rope("llama3", original_max_position_embeddings=32, **LLAMA3),
+        r"high_freq_factor=1\.0 of RoPE must exceed low_freq_factor=4\.0",
+    ),
+    "no base": (rope("default", rope_theta=0.0), r"rope_theta of RoPE .*got 0\.0"),
+}
+
+
+@pytest.fixture
+def checkpoint(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """Makes a copy of the checkpoint that the test may damage."""
+    return Path(shutil.copytree(tiny_qwen3, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def no_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test if an engine goes as far as to make what loads weights and takes memory."""
+
+    def fail(config: object) -> None:
+        pytest.fail("not refused before memory is taken")
+
+    monkeypatch.setattr(llm_engine, "make_runner", fail)
+
+
+@pytest.mark.usefixtures("no_runner")
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_model_that_would_give_other_text(checkpoint: Path, case: str) -> None:
+    changes, pattern = UNSUPPORTED[case]
+    edit_json(checkpoint / "config.json", **({"layer_types": None} | changes))
+    with pytest.raises(ValueError, match=pattern):
+        make_llm(checkpoint, **SIZES)
+
+
+@pytest.mark.usefixtures("no_runner")
+@pytest.mark.parametrize(
+    "field",
+    ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "hidden_act",
+     "max_position_embeddings", "rms_norm_eps", "num_attention_heads"],
+)  # fmt: skip
+def test_null_fields(checkpoint: Path, field: str) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {field: None}))
+    with pytest.raises(ValueError, match=field):
+        make_llm(checkpoint, **SIZES)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_fields_that_may_be_null(architecture: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, architecture, num_key_value_heads=4)
+    config = json.loads((path / "config.json").read_text())
+    names = ("head_dim", "sliding_window", "rope_scaling")
+    absent = dict.fromkeys([*names, "quantization_config"])
+    (path / "config.json").write_text(json.dumps(config | absent))
+    with make_llm(path, **SIZES) as llm:
+        ids = greedy_ids(llm, [PROMPT], 4)
+    assert ids == [HuggingFace(path).greedy(PROMPT, 4, stop=frozenset())]
+
+
+def test_sliding_window_that_is_switched_off(checkpoint: Path) -> None:
+    expected = [HuggingFace(checkpoint).greedy(PROMPT, 4, stop=frozenset())]
+    changes = {"use_sliding_window": False, "sliding_window": 2, "max_window_layers": 0}
+    edit_json(checkpoint / "config.json", layer_types=None, **changes)
+    assert greedy_ids(make_llm(checkpoint, **SIZES), [PROMPT], 4) == expected
+
+
+def test_sliding_window_as_long_as_sequences(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "MistralForCausalLM", sliding_window=24)
+    expected = [HuggingFace(path).greedy(PROMPT, 21, stop=frozenset())]
+    fix = "sliding_window=24 tokens: set max_model_len=24 instead of 25"
+    with pytest.raises(ValueError, match=fix):
+        make_llm(path, max_model_len=25)
+    assert greedy_ids(make_llm(path, max_model_len=24), [PROMPT], 30) == expected
+
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("was_run").touch()
+Path("{marker}").touch()
+"""
+
+
+@pytest.mark.usefixtures("no_runner")
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"architectures": ["OwnForCausalLM"]}, r"\['OwnForCausalLM'\] are not supported"),
+        ({}, "cannot read .*config.json"),
+    ],
+)
+def test_code_of_a_checkpoint_is_never_run(
+    checkpoint: Path, changes: dict[str, Any], pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = checkpoint / "marker"
+    (checkpoint / "own.py").write_text(CODE.format(marker=marker))
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit_json(checkpoint / "config.json", model_type="own", auto_map=auto_map, **changes)
+
+    def asked(*_: object) -> str:
+        pytest.fail("asked on stdin")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match=pattern):
+        make_llm(checkpoint, **SIZES)
+    assert not marker.exists()
+
+
+def test_code_of_a_tokenizer_is_never_run(checkpoint: Path) -> None:
+    marker = checkpoint / "marker"
+    (checkpoint / "own.py").write_text(CODE.format(marker=marker))
+    auto_map = {"AutoTokenizer": ["own.OwnTokenizer", None]}
+    edit_json(
+        checkpoint / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=auto_map
+    )
+    with suppress(ValueError):  # some versions of transformers fall back on tokenizer.json
+        make_llm(checkpoint, **SIZES).exit()
+    assert not marker.exists()
