@@ -153,6 +153,25 @@ def test_sliding_window_as_long_as_sequences(tmp_path: Path) -> None:
     assert greedy_ids(make_llm(path, max_model_len=24), [PROMPT], 30) == expected
 
 
+@pytest.mark.usefixtures("no_runner")
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            "num_attention_h",
+        ),
+        ({"intermediate_size": 95}, "intermediate_size"),
+    ],
+)
+def test_shapes_that_two_ranks_cannot_share(
+    checkpoint: Path, changes: dict[str, Any], pattern: str
+) -> None:
+    edit_json(checkpoint / "config.json", **changes)
+    with pytest.raises(ValueError, match=pattern):
+        make_llm(checkpoint, tensor_parallel_size=2, **SIZES)
+
+
 CODE = """
 from pathlib import Path
 Path(__file__).with_name("was_run").touch()
