@@ -41,7 +41,7 @@ class HuggingFace:
     """Runs all prompts as one padded batch through `generate`."""
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
         self.model = loaded.to(dtype).eval()
 
     @torch.inference_mode()
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hugging_face = HuggingFace(args.model, getattr(torch, args.dtype))
     ours = NanoVLLM(args.model, args.dtype, args.batch)
     engines = {"transformers": hugging_face.generate, "nanovllm": ours.generate}
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(args.batch)]
     prompts = [list(tokenizer.encode(chat_prompt(tokenizer, text))) for text in questions]
     seconds = time_engines(engines, prompts, args.tokens, args.repeats)

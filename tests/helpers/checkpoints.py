@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -79,6 +80,13 @@ def make_checkpoint(
     if with_tokenizer:
         make_tokenizer(path)
     return path
+
+
+def rope_fields(rope_theta: float, **scaling: Any) -> dict[str, Any]:
+    """Returns the fields of a config for RoPE, as the installed transformers spells them."""
+    if transformers.__version__.startswith("4."):
+        return {"rope_theta": rope_theta, "rope_scaling": scaling}
+    return {"rope_parameters": {"rope_theta": rope_theta} | scaling}
 
 
 def make_tokenizer(path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint, rope_fields
 from tests.helpers.closeness import assert_logits_close
 from tests.helpers.engines import greedy_ids, make_llm
 from tests.helpers.reference import HuggingFace, next_token_logits
@@ -33,6 +33,18 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
         "tie_word_embeddings": False,
+    },
+    "llama3-scaled": {
+        "architecture": "LlamaForCausalLM",
+        "max_position_embeddings": 256,
+        **rope_fields(
+            5e4,
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
     },
     "mistral": {"architecture": "MistralForCausalLM", "sliding_window": 256},
 }

@@ -130,8 +130,7 @@ def test_null_fields(checkpoint: Path, field: str) -> None:
 def test_fields_that_may_be_null(architecture: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, architecture, num_key_value_heads=4)
     config = json.loads((path / "config.json").read_text())
-    names = ("head_dim", "sliding_window", "rope_scaling")
-    absent = dict.fromkeys([*names, "quantization_config"])
+    absent = dict.fromkeys(("head_dim", "sliding_window", "rope_scaling"))
     (path / "config.json").write_text(json.dumps(config | absent))
     with make_llm(path, **SIZES) as llm:
         ids = greedy_ids(llm, [PROMPT], 4)
@@ -152,6 +151,25 @@ def test_sliding_window_as_long_as_sequences(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=fix):
         make_llm(path, max_model_len=25)
     assert greedy_ids(make_llm(path, max_model_len=24), [PROMPT], 30) == expected
+
+
+@pytest.mark.usefixtures("no_runner")
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            "num_attention_h",
+        ),
+        ({"intermediate_size": 95}, "intermediate_size"),
+    ],
+)
+def test_shapes_that_two_ranks_cannot_share(
+    checkpoint: Path, changes: dict[str, Any], pattern: str
+) -> None:
+    edit_json(checkpoint / "config.json", **changes)
+    with pytest.raises(ValueError, match=pattern):
+        make_llm(checkpoint, tensor_parallel_size=2, **SIZES)
 
 
 CODE = """

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+import transformers
 
 from nanovllm.models import MODELS
 from tests.helpers import ROOT
-from tests.helpers.checkpoints import CONFIGS, make_checkpoint
+from tests.helpers.checkpoints import CONFIGS, edit_json, make_checkpoint
 from tests.helpers.engines import greedy_ids, make_llm
 from tests.helpers.faults import STARTING
 from tests.helpers.reference import HuggingFace
@@ -42,7 +42,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_files_that_the_pages_name_exist(page: str, at_least: int) -> None:
     text = (ROOT / "docs" / page).read_text()
     named = set(re.findall(r"`((?:nanovllm|tests)/[\w/]+\.py)`", text))
-    named -= {"nanovllm/models/FAMILY.py", "nanovllm/models/llama.py"}  # the reader adds these
+    named -= {"nanovllm/models/FAMILY.py", "nanovllm/models/arcee.py"}  # the reader adds these
     assert len(named) >= at_least
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
@@ -63,21 +63,31 @@ def test_functions_that_the_pages_name_exist() -> None:
     assert sorted(named - methods) == []
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers, "ArceeConfig"), reason="transformers is older than Arcee"
+)
+@pytest.mark.parametrize("has_biases", [False, True])
 def test_the_example_of_adding_a_model_equals_hugging_face(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ragged_prompts: list[list[int]]
+    has_biases: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ragged_prompts: list[list[int]],
 ) -> None:
     page = (ROOT / "docs" / "adding_a_model.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.S)[0]
     namespace: dict[str, type] = {}
     exec(compile(code, "adding_a_model.md", "exec"), namespace)
-    monkeypatch.setitem(MODELS, "LlamaForCausalLM", namespace["LlamaForCausalLM"])
-    monkeypatch.setitem(CONFIGS, "LlamaForCausalLM", LlamaConfig)
-    path = make_checkpoint(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setitem(MODELS, "ArceeForCausalLM", namespace["ArceeForCausalLM"])
+    monkeypatch.setitem(CONFIGS, "ArceeForCausalLM", transformers.ArceeConfig)
+    path = make_checkpoint(tmp_path, "ArceeForCausalLM", mlp_bias=has_biases)
     prompts = ragged_prompts[:6]
     reference = HuggingFace(path)
     with make_llm(path, device="auto") as llm:
         ids = greedy_ids(llm, prompts, max_tokens=24)
     assert ids == [reference.greedy(prompt, 24, stop=frozenset()) for prompt in prompts]
+    edit_json(path / "config.json", hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act='gelu' is not supported; only 'relu2' is"):
+        make_llm(path)
 
 
 LIMITED_SAMPLING = """

@@ -15,8 +15,14 @@ from transformers import AutoConfig
 
 from nanovllm import LLM
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import loader
 from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import PackedModules, load_model
@@ -238,3 +244,45 @@ def test_partial_sums_of_two_ranks_add_up() -> None:
         embedded += embedding(ids)
     assert_close(row_parallel, F.linear(x, weight, bias), num_eps=16)
     assert torch.equal(embedded, weight[ids])
+
+
+@pytest.mark.parametrize("kind", ["single", "merged", "qkv"])
+def test_column_parallel_results_of_two_ranks_make_up_the_whole(kind: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 8)
+    sizes: dict[str | None, int] = {
+        "single": {None: 12},
+        "merged": {"gate_proj": 6, "up_proj": 4},
+        "qkv": {"q_proj": 8, "k_proj": 4, "v_proj": 4},
+    }[kind]
+    sources = {part: (torch.randn(n, 8), torch.randn(n)) for part, n in sizes.items()}
+    shares: list[list[torch.Tensor]] = []
+    for rank in range(2):
+        group = TPGroup(rank, 2)
+        if kind == "single":
+            layer = ColumnParallelLinear(group, 8, 12, bias=True)
+        elif kind == "merged":
+            parts = {"gate_proj": 6, "up_proj": 4}
+            layer = MergedColumnParallelLinear(group, 8, parts, bias=True)
+        else:
+            shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
+            layer = QKVParallelLinear(group, 8, bias=True, **shape)
+        assert isinstance(layer, ColumnParallelLinear)
+        for part, tensors in sources.items():
+            for param, tensor in zip((layer.weight, layer.bias), tensors, strict=True):
+                param.weight_loader(param, tensor, part)
+        shares.append(list(layer(x).split([size // 2 for size in sizes.values()], dim=-1)))
+    for (weight, bias), *of_ranks in zip(sources.values(), *shares, strict=True):
+        assert_close(torch.cat(of_ranks, dim=-1), F.linear(x, weight, bias), num_eps=16)
+    with pytest.raises(ValueError, match="13"):
+        ColumnParallelLinear(TPGroup(0, 2), 8, 13)
+
+
+def test_a_load_of_some_seconds_shows_its_progress(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_llm(checkpoint).exit()
+    assert "Loading weights" not in capsys.readouterr().err
+    monkeypatch.setattr(loader, "PROGRESS_SECONDS", 0)
+    make_llm(checkpoint).exit()
+    assert "Loading weights: 100%" in capsys.readouterr().err
