@@ -26,7 +26,7 @@ from nanovllm.layers.attention_backends import (
     select_backend,
     unfit_reason,
 )
-from nanovllm.layers.onednn import reordered
+from nanovllm.layers.cpu_weights import PackedWeight, arranged
 from nanovllm.models import model_class
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
@@ -105,10 +105,12 @@ def engine_choices(config: Config) -> dict[str, str]:
             is_tuned and backend != "torch"
         )
     else:
-        weight = reordered(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
+        weight = arranged(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
         has_kernels = compile_cpu_kernels(dtype) is not None
-        found["kernels"] = "numba in small steps, else torch" if has_kernels else "torch"
+        found["kernels"] = "numba" if has_kernels else "torch"
         layout_name = "oneDNN's" if weight.is_mkldnn else "torch's"
+        if isinstance(weight, PackedWeight):
+            layout_name = "numba's"
         found["matmul"] = f"weights in {layout_name} layout, {_name(weight.dtype)}"
     reasons = {f"not {name}": unfit_reason(name, layout) for name in BACKENDS}
     return found | {name: reason for name, reason in reasons.items() if reason is not None}

@@ -27,7 +27,7 @@ ALLOWED = {
 # Package -> the path prefixes that may import it.
 CONFINED = {
     "triton": ("kernels/",),
-    "numba": ("kernels/cpu.py",),
+    "numba": ("kernels/cpu/",),
     "flash_attn": ("layers/attention_backends/",),
     "torch.distributed": ("utils/distributed.py", "utils/gpu_links.py"),
     "multiprocessing": ("engine/executor.py", "engine/worker", "engine/ipc.py"),

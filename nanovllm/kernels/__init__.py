@@ -11,30 +11,47 @@ from types import ModuleType
 
 import torch
 
+from nanovllm.utils.cpu_features import has_instructions, has_onednn
+
 logger = logging.getLogger(__name__)
 CPU_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cpu_kernels(x: torch.Tensor) -> ModuleType | None:
-    """Returns the module `kernels.cpu` if its kernels serve `x`, else None: `x` must be on a CPU,
-    have one of `CPU_DTYPES`, and be of a size for which they are faster than torch."""
-    cpu = compile_cpu_kernels(x.dtype) if x.is_cpu else None
-    return cpu if cpu is not None and cpu.is_faster(x.numel()) else None
+    """Returns the module `kernels.cpu` if its kernels serve activations like x, else None: x must
+    be on a CPU, have one of `CPU_DTYPES`, and be of a size for which they are faster than torch."""
+    if not x.is_cpu or x.dtype not in CPU_DTYPES:
+        return None
+    cpu = cpu_module()
+    return cpu if cpu is not None and cpu.is_faster(x) else None
 
 
 @functools.cache
-def compile_cpu_kernels(dtype: torch.dtype) -> ModuleType | None:
-    """Compiles the kernels of `kernels.cpu` for `dtype` and returns that module.
-
-    Returns None if the kernels do not support the dtype, or if numba fails.
-    """
-    if dtype not in CPU_DTYPES:
-        return None
+def cpu_module() -> ModuleType | None:
+    """Returns the module `kernels.cpu`; None if numba is missing or fails."""
     try:
         from nanovllm.kernels import cpu
 
-        cpu.compile_kernels(dtype)
+        cpu.compile_any()
     except Exception as error:  # numba is missing or rejects this numpy; torch does the work
         logger.warning("no kernels for the CPU, it is slower without: %r", error)
         return None
     return cpu
+
+
+@functools.cache
+def compile_cpu_kernels(dtype: torch.dtype) -> ModuleType | None:
+    """Compiles the kernels of `kernels.cpu` for K/V in `dtype` and returns that module, or None."""
+    cpu = cpu_module()
+    if cpu is None or dtype not in CPU_DTYPES:
+        return None
+    cpu.compile_kernels(torch.float32 if cpu_multiplies(dtype) else dtype, dtype)
+    return cpu
+
+
+@functools.cache
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Returns whether weights in `dtype` are multiplied by `kernels.cpu`, in fp32, rather than by
+    oneDNN: where the CPU would have to widen them anyway."""
+    is_wide = dtype == torch.float32 or not has_instructions(dtype)
+    return has_onednn() and is_wide and cpu_module() is not None

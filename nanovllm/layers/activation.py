@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels import cpu_kernels
+
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Computes SiLU(gate) * up: gate_up [..., 2 * n], gate | up -> [..., n]."""
@@ -10,5 +12,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         from nanovllm.kernels import activation
 
         return activation.silu_and_mul(gate_up)
+    if gate_up.dim() == 2 and (cpu := cpu_kernels(gate_up)) is not None:
+        out: Tensor = cpu.silu_and_mul(gate_up)
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

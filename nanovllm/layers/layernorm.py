@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.kernels import cpu_kernels
+from nanovllm.layers.cpu_weights import activation_dtype
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.loader import keep_weight_loader
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +22,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.group = group or TPGroup()
         self.weight = nn.Parameter(torch.empty(size))
+
+    def start_loading(self) -> None:
+        """Needs no change: the loader converts to any dtype."""
+
+    def finish_loading(self) -> None:
+        dtype = activation_dtype(self.weight)
+        if dtype != self.weight.dtype:
+            weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
+            self.weight = keep_weight_loader(weight, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight  # in fp32 inside

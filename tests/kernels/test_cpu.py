@@ -23,6 +23,7 @@ import numba
 from numba.core.caching import CacheImpl
 
 from nanovllm.kernels import cpu
+from nanovllm.kernels.cpu import compile as compile_module
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # A kernel sums in another order, so an intermediate value may round to a neighbouring number.
@@ -97,6 +98,7 @@ def test_norm_rope_store(shape: tuple[int, int, int], has_norm: bool, dtype: tor
 def test_what_they_serve(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     rows = cpu.MAX_ELEMENTS // 64
+    assert kernels.cpu_kernels(torch.empty(rows + 1, 64)) is cpu
     assert kernels.cpu_kernels(torch.empty(rows, 64, dtype=torch.bfloat16)) is cpu
     served = kernels.cpu_kernels(torch.empty(rows + 1, 64, dtype=torch.bfloat16))
     assert served is (cpu if num_threads <= cpu.MAX_THREADS else None)
@@ -121,12 +123,12 @@ def test_an_engine_with_them_gives_what_one_without_gives(
 
     def completions() -> list[list[int]]:
         with make_llm(path, max_num_seqs=4) as llm:
-            compiled = cpu._compiled.cache_info().misses
+            compiled = compile_module.address_of.cache_info().misses
             outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20), False)
-            assert cpu._compiled.cache_info().misses == compiled
+            assert compile_module.address_of.cache_info().misses == compiled
         return [output["token_ids"] for output in outputs]
 
-    cpu._compiled.cache_clear()
+    compile_module.address_of.cache_clear()
     kernels.compile_cpu_kernels.cache_clear()
     for kernel in (cpu.add_rms_norm, cpu.norm_rope_store):
         monkeypatch.setattr(cpu, kernel.__name__, counted(kernel))
@@ -136,7 +138,7 @@ def test_an_engine_with_them_gives_what_one_without_gives(
     assert calls.count("add_rms_norm") == num_steps * (2 * num_layers)
     assert calls.count("norm_rope_store") == num_steps * num_layers
     calls.clear()
-    monkeypatch.setattr(cpu, "is_faster", lambda num_elements: False)
+    monkeypatch.setattr(cpu, "is_faster", lambda x: False)
     assert completions() == with_kernels
     assert not calls
 
@@ -164,7 +166,8 @@ with LLM({str(tiny_qwen3)!r}, device="cpu") as llm:
 def compiled_norm(dtype: torch.dtype) -> list[list[float]]:
     """Loads or compiles the kernel again, and returns its results for [[3], [2]] and [[1], [0]]
     with weight 2."""
-    cpu._compiled.cache_clear()
+    compile_module.address_of.cache_clear()
+    compile_module._code.cache_clear()
     x, residual = torch.tensor([[[3.0], [2.0]], [[1.0], [0.0]]], dtype=dtype)
     cpu.add_rms_norm(x, residual, torch.tensor([2.0], dtype=dtype), 0.0)
     return [x.flatten().tolist(), residual.flatten().tolist()]
@@ -187,12 +190,13 @@ def test_files_of_compiled_kernels(
     for file in kept:
         file.write_bytes(b"")
     assert compiled_norm(dtype) == expected
-    monkeypatch.setattr(cpu, "VERSION", "another")
+    monkeypatch.setattr(compile_module, "VERSION", "another")
     assert compiled_norm(dtype) == expected
     assert len(set(tmp_path.rglob("*another*.nb?"))) == 2
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     assert compiled_norm(dtype) == expected
-    cpu._compiled.cache_clear()
+    compile_module.address_of.cache_clear()
+    compile_module._code.cache_clear()
 
 
 @DTYPES

@@ -1,0 +1,50 @@
+"""Kernels for CPUs, compiled by numba: each does in one pass what takes torch many small
+operations, whose overhead exceeds their arithmetic.
+
+They take activations in fp32, or in bf16 where the CPU multiplies in bf16 itself.
+"""
+
+import torch
+
+from nanovllm.kernels.cpu.activation import _silu_and_mul, silu_and_mul
+from nanovllm.kernels.cpu.compile import address_of
+from nanovllm.kernels.cpu.matmul import _matmul, linear, pack, padded, unpack
+from nanovllm.kernels.cpu.norm import _add_rms_norm, _norm_rope_store, add_rms_norm, norm_rope_store
+
+__all__ = [
+    "add_rms_norm",
+    "compile_any",
+    "compile_kernels",
+    "is_faster",
+    "linear",
+    "norm_rope_store",
+    "pack",
+    "padded",
+    "silu_and_mul",
+    "unpack",
+]
+
+MAX_ELEMENTS, MAX_THREADS = 1 << 17, 2  # torch may be faster above both limits
+
+
+def compile_any() -> None:
+    """Compiles one kernel, which fails where all would."""
+    address_of(_add_rms_norm, torch.float32, torch.float32)
+
+
+def compile_kernels(x: torch.dtype, data: torch.dtype) -> None:
+    """Compiles all kernels for activations in `x` and weights and K/V in `data`."""
+    for kernel in (_add_rms_norm, _silu_and_mul):
+        address_of(kernel, x, x)
+    address_of(_norm_rope_store, x, data)
+    if x == torch.float32:
+        address_of(_matmul, x, data)
+
+
+def is_faster(x: torch.Tensor) -> bool:
+    """Returns whether the kernels beat torch on x.
+
+    With half precision they run on one thread, see `rows_per_chunk`.
+    """
+    is_small = x.numel() <= MAX_ELEMENTS or torch.get_num_threads() <= MAX_THREADS
+    return x.dtype == torch.float32 or is_small
