@@ -7,12 +7,14 @@ They take activations in fp32, or in bf16 where the CPU multiplies in bf16 itsel
 import torch
 
 from nanovllm.kernels.cpu.activation import _silu_and_mul, silu_and_mul
+from nanovllm.kernels.cpu.attention import _attend, attend
 from nanovllm.kernels.cpu.compile import address_of
 from nanovllm.kernels.cpu.matmul import _matmul, linear, pack, padded, unpack
 from nanovllm.kernels.cpu.norm import _add_rms_norm, _norm_rope_store, add_rms_norm, norm_rope_store
 
 __all__ = [
     "add_rms_norm",
+    "attend",
     "compile_any",
     "compile_kernels",
     "is_faster",
@@ -36,7 +38,8 @@ def compile_kernels(x: torch.dtype, data: torch.dtype) -> None:
     """Compiles all kernels for activations in `x` and weights and K/V in `data`."""
     for kernel in (_add_rms_norm, _silu_and_mul):
         address_of(kernel, x, x)
-    address_of(_norm_rope_store, x, data)
+    for kernel in (_norm_rope_store, _attend):
+        address_of(kernel, x, data)
     if x == torch.float32:
         address_of(_matmul, x, data)
 

@@ -1,0 +1,86 @@
+"""Tests attention straight from the blocks of the cache, against torch and batch by batch."""
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from nanovllm.kernels import cpu
+from nanovllm.layers.attention import LayerCache
+from nanovllm.layers.attention_backends.numba import NumbaBackend
+from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
+from nanovllm.utils.context import Context
+from tests.helpers.closeness import assert_close
+
+SCALE = 0.3
+
+
+def cached(
+    lens: list[int], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[LayerCache, torch.Tensor]:
+    """Returns a cache with sequences of these lengths in shuffled blocks, NaN behind their last
+    tokens, and their block tables, int32."""
+    generator = torch.Generator().manual_seed(sum(lens))
+    need = [-(-length // block_size) for length in lens]
+    block_ids = torch.randperm(sum(need), generator=generator, dtype=torch.int32).split(need)
+    tables = torch.full((len(lens), max(need) + 1), -(2**30), dtype=torch.int32)
+    shape = 2, sum(need), block_size, kv_heads, head_dim
+    pool = torch.randn(shape, generator=generator).to(dtype)
+    for i, length in enumerate(lens):
+        tables[i, : need[i]] = block_ids[i]
+        if length % block_size:
+            pool[:, block_ids[i][-1], length % block_size :] = float("nan")
+    return LayerCache(*pool), tables
+
+
+@pytest.mark.parametrize(
+    ("x", "kv"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (6, 2, 40), (9, 3, 64)], ids=str)
+@pytest.mark.parametrize("block_size", [1, 4, 256])
+def test_decode(
+    block_size: int, shape: tuple[int, int, int], x: torch.dtype, kv: torch.dtype
+) -> None:
+    heads, kv_heads, head_dim = shape
+    lens = [300, 0, 1, 17, 4]
+    cache, tables = cached(lens, block_size, kv_heads, head_dim, kv)
+    qkv = torch.randn(len(lens), heads + 2 * kv_heads, head_dim).to(x)
+    q = qkv[:, :heads]
+    context = Context(
+        slot_mapping=torch.zeros(len(lens), dtype=torch.int64),
+        context_lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=tables,
+        max_seqlen_k=300,
+    )
+    out = NumbaBackend().decode(q, cache, SCALE, context)
+    assert out.dtype == x
+    in_fp32 = LayerCache(cache.k.float(), cache.v.float())
+    expected = TorchBackend().decode(q.float().contiguous(), in_fp32, SCALE, context)
+    assert_close(out, expected, num_eps=64 if x == torch.float32 else 2)
+    assert (out[1] == 0).all()
+    for i, length in enumerate(lens):
+        alone = cpu.attend(
+            q[i : i + 1],
+            *cache,
+            SCALE,
+            tables[i : i + 1].long(),
+            torch.tensor([0]),
+            torch.tensor([length]),
+            max(length, 1),
+        )
+        assert torch.equal(alone[0], out[i])
+
+
+def test_scores_that_overflow_the_exponential_function() -> None:
+    cache, tables = cached([3], 4, 1, 2, torch.float32)
+    cache.k[tables[0, 0], :3] = torch.tensor([[[100.0, 0.0]], [[-100.0, 0.0]], [[50.0, 0.0]]])
+    q = torch.tensor([[[10.0, 0.0]]])
+    one, three = torch.tensor([0]), torch.tensor([3])
+    out = cpu.attend(q, *cache, 1.0, tables.long(), one, three, 3)
+    assert_close(out[0, 0], cache.v[tables[0, 0], 0, 0], num_eps=128)
