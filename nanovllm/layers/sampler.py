@@ -8,6 +8,7 @@ draws do not depend on its neighbours, on preemption, on chunking, or on who com
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels import cpu_kernels
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
 
@@ -64,7 +65,9 @@ def best_tokens(
     logits [n, v] of the token ids from `first_id` on; rows int64 [n] of `state`
     -> scores fp32 [n], token ids int64 [n]
     """
-    scores, index = logits.max(dim=-1)
+    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
+    cpu = cpu_kernels(logits) if is_plain else None
+    scores, index = logits.max(dim=-1) if cpu is None else cpu.max_of_rows(logits)
     scores = scores.float()
     temperatures = state.temperatures[rows]
     seeds, positions = state.seeds[rows], state.context_lens[rows]

@@ -206,3 +206,39 @@ def test_nothing_divided_by_nothing_is_what_it_is_in_torch(dtype: torch.dtype) -
     expected = F.rms_norm(x, weight.shape, eps=0.0)
     cpu.add_rms_norm(x, residual.to(dtype), weight, 0.0)
     torch.testing.assert_close(x, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("size", [1, 100, 1000])
+def test_max_of_rows_takes_the_first_of_equals(size: int, num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randint(-9, 9, (num_rows, size), generator=generator).float()
+    values, indices = cpu.max_of_rows(x)
+    assert torch.equal(values, x.max(dim=-1).values if num_rows else torch.empty(0))
+    assert indices.tolist() == [row.index(max(row)) for row in x.tolist()]
+
+
+def test_max_of_rows_of_special_values() -> None:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[1.0, nan, nan, inf], [-inf, -inf, 3.0, inf], [-inf] * 4, [-0.0, 0.0, -1, 0]])
+    values, indices = cpu.max_of_rows(x)
+    torch.testing.assert_close(values, x.max(dim=-1).values, equal_nan=True)
+    assert indices.tolist() == [1, 3, 0, 0]
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(0, 4), (1, 2), (7, 30), (40, 3072)], ids=str)
+def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = (20 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = cpu.silu_and_mul(gate_up)
+    torch.testing.assert_close(
+        out, F.silu(gate) * up, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-30
+    )
+
+
+def test_silu_of_special_values() -> None:
+    inf, nan = float("inf"), float("nan")
+    gate = torch.tensor([[0.0, -0.0, inf, -inf, nan, 88.0, -88.0, 200.0, -200.0, 1e-30]])
+    out = cpu.silu_and_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    torch.testing.assert_close(out, F.silu(gate), rtol=1e-6, atol=1e-36, equal_nan=True)

@@ -84,3 +84,41 @@ def test_scores_that_overflow_the_exponential_function() -> None:
     one, three = torch.tensor([0]), torch.tensor([3])
     out = cpu.attend(q, *cache, 1.0, tables.long(), one, three, 3)
     assert_close(out[0, 0], cache.v[tables[0, 0], 0, 0], num_eps=128)
+
+
+@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (6, 2, 40), (9, 3, 64), (40, 1, 16)], ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+@pytest.mark.parametrize("has_prefix", [False, True], ids=["no prefix", "prefixes"])
+def test_prefill(
+    has_prefix: bool, block_size: int, shape: tuple[int, int, int], kv: torch.dtype
+) -> None:
+    heads, kv_heads, head_dim = shape
+    new = [1, 70, 16, 33]
+    lens = [n + prefix for n, prefix in zip(new, [5, 90, 0, 1], strict=True)] if has_prefix else new
+    cache, tables = cached(lens, block_size, kv_heads, head_dim, kv)
+    starts = [0, *torch.tensor(new).cumsum(0).tolist()]
+    slots: list[int] = []
+    for i, length in enumerate(lens):
+        for position in range(length - new[i], length):
+            slots.append(
+                int(tables[i, position // block_size]) * block_size + position % block_size
+            )
+    context = Context(
+        slot_mapping=torch.tensor(slots),
+        context_lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=tables if has_prefix else None,
+        max_seqlen_k=max(lens),
+        cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
+        max_seqlen_q=max(new),
+    )
+    qkv = torch.randn(sum(new), heads + 2 * kv_heads, head_dim)
+    q = qkv[:, :heads]
+    in_fp32 = LayerCache(cache.k.float(), cache.v.float())
+    k, v = (pool.flatten(0, 1)[slots] for pool in in_fp32)
+    expected = TorchBackend().prefill(q.contiguous(), k, v, in_fp32, SCALE, context)
+    backend = NumbaBackend()
+    out = backend.prefill(q, k, v, cache, SCALE, context)
+    assert_close(out, expected, num_eps=64)
+    next_layer = LayerCache(cache.k, -cache.v)
+    assert torch.equal(backend.prefill(q, k, -v, next_layer, SCALE, context), -out)

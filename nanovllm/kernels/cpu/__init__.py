@@ -7,21 +7,31 @@ They take activations in fp32, or in bf16 where the CPU multiplies in bf16 itsel
 import torch
 
 from nanovllm.kernels.cpu.activation import _silu_and_mul, silu_and_mul
+from nanovllm.kernels.cpu.argmax import _argmax, max_of_rows
 from nanovllm.kernels.cpu.attention import _attend, attend
 from nanovllm.kernels.cpu.compile import address_of
 from nanovllm.kernels.cpu.matmul import _matmul, linear, pack, padded, unpack
 from nanovllm.kernels.cpu.norm import _add_rms_norm, _norm_rope_store, add_rms_norm, norm_rope_store
+from nanovllm.kernels.cpu.prefill_attention import (
+    _attend_many,
+    _pack_kv,
+    attend_many,
+    plan_prefill,
+)
 
 __all__ = [
     "add_rms_norm",
     "attend",
+    "attend_many",
     "compile_any",
     "compile_kernels",
     "is_faster",
     "linear",
+    "max_of_rows",
     "norm_rope_store",
     "pack",
     "padded",
+    "plan_prefill",
     "silu_and_mul",
     "unpack",
 ]
@@ -42,6 +52,9 @@ def compile_kernels(x: torch.dtype, data: torch.dtype) -> None:
         address_of(kernel, x, data)
     if x == torch.float32:
         address_of(_matmul, x, data)
+        address_of(_argmax, x, x)
+        address_of(_pack_kv, x, data)
+        address_of(_attend_many, x, x)
 
 
 def is_faster(x: torch.Tensor) -> bool:

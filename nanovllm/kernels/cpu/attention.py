@@ -25,7 +25,7 @@ def _score(q, i, keys, k, scale):
 
 
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")
-def _softmax(scores, i, length):
+def softmax(scores, i, length):
     """Replaces a row's first `length` scores by their exponentials; returns one over their sum."""
     largest = scores[i, 0]
     for j in range(length):
@@ -69,7 +69,7 @@ def _attend(arguments, x_like, data_like, chunk):
                 scores[i, j] = _score(q, i + shift, keys, (slot + j) * kv_heads + kv_head, scale)
     for i in range(first, first + group):
         totals[i] = 0
-        scaled = _softmax(scores, i, length) if length else np.float32(0)
+        scaled = softmax(scores, i, length) if length else np.float32(0)
         for start in range(0, length, block_size):
             slot = table[start // block_size] * block_size - start
             for j in range(start, min(start + block_size, length)):

@@ -131,7 +131,7 @@ def _emit_tile(builder, args, kind, tokens, panels):
 
 
 @intrinsic
-def _multiply_tile(typing_context, x, weight, bias, size, out, stride, count, tokens, panels):
+def multiply_tile(typing_context, x, weight, bias, size, out, stride, count, tokens, panels):
     """Multiplies `tokens` rows of x by `panels` neighbouring panels, one of `TILES`.
 
     size: input features. stride: the distance of rows of `out`. count: how many of the panels'
@@ -174,7 +174,7 @@ def _matmul(arguments, x_like, weight_like, chunk):
         for i in range(num_tiles):
             token = first + (last - first) * i // num_tiles
             tokens = first + (last - first) * (i + 1) // num_tiles - token
-            _multiply_tile(
+            multiply_tile(
                 shifted(x, token * size),
                 shifted(weight, start * size),
                 shifted(bias, start) if arguments[2] else bias,

@@ -1,9 +1,8 @@
-"""Attention on a CPU by the kernel of kernels/cpu, which walks the block tables.
-
-Prefills of long prompts are left to torch, which multiplies matrices there.
-"""
+"""Attention on a CPU by the kernels of kernels/cpu, which walk the block tables."""
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from nanovllm.utils.context import Context
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """A step's tokens as the kernel takes them; see its `attend`."""
+class _DecodeTokens:
+    """A decode step's tokens as `attend` of the kernels takes them."""
 
     tables: Tensor
     seqs: Tensor
@@ -24,24 +23,57 @@ class _Tokens:
 
 
 class NumbaBackend(TorchBackend):
+    """Leaves prefills with activations in half precision to torch."""
+
     name = "numba"
 
     def __init__(self) -> None:
         super().__init__()
-        self._tokens: tuple[Context | None, _Tokens | None] = (None, None)  # of the latest step
+        # Of the latest step: every layer of a step passes the same context.
+        self._tokens: tuple[Context, _DecodeTokens] | None = None
+        self._plan: tuple[Context, Any] | None = None
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
+    ) -> Tensor:
+        cpu = cpu_kernels(q)
+        if cpu is None or q.dtype != torch.float32:
+            return super().prefill(q, k, v, cache, scale, context)
+        _, block_size, kv_heads, head_dim = cache.k.shape
+        if self._plan is None or self._plan[0] is not context:
+            assert context.cu_seqlens_q is not None
+            starts, lens = context.cu_seqlens_q.tolist(), context.context_lens.tolist()
+            tables = _tables(context, starts, block_size)
+            group = q.shape[1] // kv_heads
+            plan = cpu.plan_prefill(starts, lens, tables, group, (kv_heads, head_dim))
+            self._plan = context, plan
+        out: Tensor = cpu.attend_many(q, *cache, scale, self._plan[1])
+        return out
 
     def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
         cpu = cpu_kernels(q)
         if cpu is None:
             return super().decode(q, cache, scale, context)
-        if self._tokens[0] is not context:  # every layer of a step passes the same object
+        if self._tokens is None or self._tokens[0] is not context:
             assert context.block_tables is not None
             lens = context.context_lens.long()
-            tables = context.block_tables.long()
-            self._tokens = context, _Tokens(tables, torch.arange(len(lens)), lens)
+            tokens = _DecodeTokens(context.block_tables.long(), torch.arange(len(lens)), lens)
+            self._tokens = context, tokens
         tokens = self._tokens[1]
-        assert tokens is not None
         out: Tensor = cpu.attend(
             q, *cache, scale, tokens.tables, tokens.seqs, tokens.lens, context.max_seqlen_k
         )
         return out
+
+
+def _tables(context: Context, starts: list[int], block_size: int) -> Tensor:
+    """Returns the block tables of a prefill, int64 [n, width]; without cached prefixes they follow
+    from the slots."""
+    if context.block_tables is not None:
+        return context.block_tables.long().contiguous()
+    longest = max(end - start for start, end in pairwise(starts))
+    tables = torch.zeros(len(starts) - 1, -(-longest // block_size), dtype=torch.int64)
+    for table, (start, end) in zip(tables, pairwise(starts), strict=True):
+        blocks = context.slot_mapping[start:end:block_size] // block_size
+        table[: len(blocks)] = blocks
+    return tables
