@@ -127,7 +127,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ENGINE_OPTIONS:
         default: Any = defaults[name]
         kind: dict[str, Any] = {"type": type(default)}
-        if isinstance(default, bool):
+        if isinstance(default, bool) or name == "async_scheduling":
             kind = {"action": argparse.BooleanOptionalAction}
         option = "--" + name.replace("_", "-")
         engine.add_argument(option, default=default, help=f"{name} of LLM", **kind)
@@ -195,8 +195,12 @@ def run_once(llm: TimedLLM, args: argparse.Namespace, run: int) -> dict[str, Any
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     engine_options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
-    start = perf_counter()
     try:
+        rates = None
+        if args.roofline:  # before the engine fills the device
+            config = Config.from_kwargs(args.model, **engine_options)
+            rates = roofline.measure_rates(config.torch_device, config.torch_dtype)
+        start = perf_counter()
         llm = TimedLLM(args.model, seed=args.seed, **engine_options)
     except ValueError as error:  # the user can fix it; the message says how
         sys.exit(f"error: {error}")
@@ -214,11 +218,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             vocab_size = llm.config.hf_config.vocab_size
             requests = make_requests(vocab_size, args, args.runs, PROFILED_OUTPUT_LEN)
             profile_run(llm, *requests, args.profile)
-    if args.roofline:  # after the engine has freed the device
+    if rates is not None:
         for index, run in enumerate(runs):
             print_phases(f"Run {index}", run["phases"])
         shape = roofline.Shape.of(llm.config)
-        result["roofline"] = roofline.report(shape, runs, llm.config)
+        result["roofline"] = roofline.report(shape, runs, llm.config, rates)
     if args.json is not None:
         options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         args.json.write_text(json.dumps({"options": options, **result}, indent=2) + "\n")

@@ -17,7 +17,7 @@ from benchmarks.profiling import (
     rows_of,
 )
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.batch import DecodePart, PrefillChunk, PrefillPart, RowInit, ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 
@@ -115,11 +115,11 @@ class _DecodeLoop:
         self._num_blocks = batch * width
         rows, params = list(range(batch)), SamplingParams(temperature=temperature)
         chunks = [
-            PrefillChunk(num - 1, [0], is_last=True, init=RowInit(params, row, table))
+            PrefillChunk(num - 1, [0], True, False, RowInit(params, row, table))
             for row, num, table in zip(rows, lens, tables, strict=True)
         ]
-        self._start = ScheduledBatch(rows, rows, chunks, [], max_context_len=max(lens))
-        self._batch = ScheduledBatch(rows, rows, [], [], max_context_len=longest)
+        self._start = ScheduledBatch(prefill=PrefillPart(rows, rows, chunks, max(lens)))
+        self._batch = ScheduledBatch(DecodePart(rows, rows, [], longest))
 
     def reset(self) -> None:
         """Puts the rows into the state after a prefill, of which only the last token is computed.

@@ -48,15 +48,15 @@ class HostLoop:
         self.scheduler = Scheduler(
             BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True),
             max_num_seqs=RESIDENTS,
-            max_num_batched_tokens=PROMPT_LEN,
+            max_num_batched_tokens=RESIDENTS * (PROMPT_LEN + 1),
             stop_token_ids=(),
             reserved_tokens=0,  # the small pool holds all residents, and no more
         )
         self._seq_ids = count()
         for index in range(RESIDENTS):  # of different lengths, to end one by one
             self._add(index + 1)
-        while self.scheduler.num_residents < RESIDENTS:
-            self.step()
+        self.step()  # admits all
+        assert self.scheduler.num_residents == RESIDENTS - 1, "the first has ended"
         for _ in range(num_waiting):
             self._add(OUTPUT_LEN)
         for _ in range(4 * OUTPUT_LEN):

@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypedDict
 
 from nanovllm import LLM
+from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.sequence import Sequence as Request
 
 BAND_ENDS = (4, 16, 64, 128, 256)  # 1-4, 5-16, ..., >256
@@ -13,12 +14,13 @@ BAND_ENDS = (4, 16, 64, 128, 256)  # 1-4, 5-16, ..., >256
 class Mark(NamedTuple):
     """A time at which `_step` returned; the first mark is the time of its first call.
 
-    num_tokens: tokens of the prefill that completed then, or minus the sequences of the decode step
-        that did, or 0 if no step did.
+    num_prefilled, num_decoded: prompt tokens and sequences of the step that completed then; both
+        are 0 if none did.
     """
 
     time: float
-    num_tokens: int
+    num_prefilled: int = 0
+    num_decoded: int = 0
 
 
 class Band(TypedDict):
@@ -30,7 +32,10 @@ class Band(TypedDict):
 
 
 class Phases(TypedDict):
-    """A run's wall time, split; `other` is the time before the first step and after the last."""
+    """A run's wall time, split; `other` is the time before the first step and after the last.
+
+    A step that computes prompt tokens counts as prefill, whether or not it decodes as well.
+    """
 
     prefill_seconds: float
     prefill_steps: int
@@ -47,12 +52,13 @@ class TimedLLM(LLM):
         super().__init__(model, **kwargs)
         self.marks: list[Mark] = []
 
-    def _step(self) -> tuple[list[Request], int]:
+    def _step(self) -> tuple[list[Request], ScheduledBatch | None]:
         if not self.marks:
-            self.marks.append(Mark(perf_counter(), 0))
-        finished, num_tokens = super()._step()
-        self.marks.append(Mark(perf_counter(), num_tokens))
-        return finished, num_tokens
+            self.marks.append(Mark(perf_counter()))
+        finished, batch = super()._step()
+        counts = (batch.num_prefilled, batch.num_decoded) if batch else (0, 0)
+        self.marks.append(Mark(perf_counter(), *counts))
+        return finished, batch
 
 
 def split(marks: Sequence[Mark], seconds: float) -> Phases:
@@ -64,12 +70,12 @@ def split(marks: Sequence[Mark], seconds: float) -> Phases:
     prefill: list[float] = []
     decode: list[tuple[int, float]] = []  # batch size, seconds
     previous = marks[0].time
-    for time, num_tokens in marks[1:]:
-        if num_tokens > 0:
+    for time, num_prefilled, num_decoded in marks[1:]:
+        if num_prefilled:
             prefill.append(time - previous)
-        elif num_tokens < 0:
-            decode.append((-num_tokens, time - previous))
-        if num_tokens:
+        elif num_decoded:
+            decode.append((num_decoded, time - previous))
+        if num_prefilled or num_decoded:
             previous = time
     decode_seconds = sum(step for _, step in decode)
     return {

@@ -17,7 +17,8 @@ from nanovllm.sampling_params import MAX_SEED
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching", "async_scheduling")
+BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching")
+MAX_NUM_BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}  # a step of so many takes a second or two
 
 
 @dataclass(slots=True)
@@ -25,7 +26,8 @@ class Config:
     """What an engine is made with. Bad values raise `ValueError` or `TypeError` with the fix.
 
     model: local checkpoint directory with config.json and *.safetensors.
-    max_num_batched_tokens: most tokens that one prefill step computes.
+    max_num_batched_tokens: most tokens that one step computes; decoding comes first, prompts take
+        the rest. -1 is 16384 on a GPU and 1024 on a CPU.
     max_num_seqs: most sequences that are resident at a time, hence the largest decode batch.
     max_model_len: most tokens of prompt plus completion; at most the model's
         max_position_embeddings, to which a larger value is capped with a warning.
@@ -41,13 +43,14 @@ class Config:
     attention_backend: "auto" is the fastest that can serve the model.
     seed: keys the sampling noise of requests that have no seed of their own.
     enable_prefix_caching: True reuses the K/V of prompts that start alike.
-    async_scheduling: True launches a step before the ids of the one before it are read.
+    async_scheduling: True launches a step before the ids of the one before it are read. "auto" does
+        so on a GPU; on a CPU, which computes a step while it launches it, that brings nothing.
 
     Derived are `hf_config`, `torch_device` and `torch_dtype`.
     """
 
     model: str
-    max_num_batched_tokens: int = 16384
+    max_num_batched_tokens: int = -1
     max_num_seqs: int = 512
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
@@ -61,7 +64,7 @@ class Config:
     attention_backend: str = "auto"
     seed: int = 0
     enable_prefix_caching: bool = True
-    async_scheduling: bool = True
+    async_scheduling: bool | str = "auto"
     hf_config: PretrainedConfig = field(init=False, repr=False)
     torch_device: torch.device = field(init=False)
     torch_dtype: torch.dtype = field(init=False)
@@ -89,6 +92,10 @@ class Config:
             self._check_gpus()
             self.torch_device = torch.device("cuda", 0)
         self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
+        if self.max_num_batched_tokens == -1:
+            self.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS[self.torch_device.type]
+        if self.async_scheduling == "auto":
+            self.async_scheduling = self.torch_device.type == "cuda"
         self._cap_max_model_len()
 
     @property
@@ -117,7 +124,8 @@ class Config:
             )
 
     def _check_knobs(self) -> None:
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_batched_tokens != -1:
+            _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_model_len", self.max_model_len, 2)
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
@@ -137,6 +145,10 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}")
+        if not isinstance(self.async_scheduling, bool) and self.async_scheduling != "auto":
+            raise TypeError(
+                f"async_scheduling must be True or False, or 'auto', got {self.async_scheduling!r}"
+            )
 
     def _cap_max_model_len(self) -> None:
         limit = getattr(self.hf_config, "max_position_embeddings", None)

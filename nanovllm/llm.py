@@ -67,16 +67,19 @@ class LLM(LLMEngine):
     ) -> dict[int, RequestOutput]:
         """Steps until all of `seq_ids` have ended; returns their results by id."""
         finished: dict[int, RequestOutput] = {}
-        tokens: dict[str, float] = defaultdict(float)
+        tokens: dict[str, int] = defaultdict(int)
         seconds: dict[str, float] = defaultdict(float)
         last_completion = perf_counter()
         with tqdm(total=len(seq_ids), desc="Generating", disable=not use_tqdm) as bar:
             while len(finished) < len(seq_ids):
-                ended, num_tokens = self._step()
-                if num_tokens:
-                    now, phase = perf_counter(), "Prefill" if num_tokens > 0 else "Decode"
-                    tokens[phase] += abs(num_tokens)
-                    seconds[phase] += now - last_completion
+                ended, batch = self._step()
+                if batch is not None:
+                    now = perf_counter()
+                    counts = {"Prefill": batch.num_prefilled, "Decode": batch.num_decoded}
+                    for phase, count in counts.items():
+                        if count:  # a step that does both counts for both, with all its time
+                            tokens[phase] += count
+                            seconds[phase] += now - last_completion
                     last_completion = now
                     rates = {key: f"{tokens[key] / seconds[key]:.0f}tok/s" for key in tokens}
                     bar.set_postfix(rates, refresh=False)

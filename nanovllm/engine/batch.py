@@ -1,14 +1,15 @@
 """The contract between scheduler and runner: what one step computes, and how its ids come back.
 
 A `ScheduledBatch` is plain data (small, picklable, no torch). It holds only what the runner does
-not know yet: the runner keeps each row's block table, last token and length itself. So a prefill
-carries the scheduled slice of the prompt, and a decode step little more than its rows.
+not know yet: the runner keeps each row's block table, last token and length itself. So prefill
+carries the scheduled slices of prompts, and decode little more than its rows.
 """
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from nanovllm.engine.shared_prefix import PrefixGroup
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -28,16 +29,19 @@ class RowInit:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The part of one sequence that a prefill step computes.
+    """The part of one sequence that a step prefills.
 
     start: position of `token_ids[0]`; the tokens before it are cached.
     is_last: the chunk ends at the sequence's last known token, so the next token is sampled.
+    is_cached: the chunk is that one token, and even its K/V is in the cache, in a block that others
+        may read: it is computed for the sake of the next token, and not stored.
     init: set on the first chunk after admission.
     """
 
     start: int
     token_ids: "array[int] | list[int]"
     is_last: bool
+    is_cached: bool
     init: RowInit | None
 
 
@@ -51,38 +55,71 @@ class BlockGrowth:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """One step: prefill chunks, or one token for each of `rows`.
+class DecodePart:
+    """One token for each of some running sequences.
 
-    seq_ids, rows: parallel, one entry per sequence; in a decode step the longest context first.
-    chunks: parallel to `rows` in a prefill step, empty in a decode step.
-    growth: blocks that decode rows got for this step.
+    seq_ids, rows: parallel, one entry per sequence, the longest context first.
+    growth: blocks that the rows got for this step.
     max_context_len: longest context, this step's tokens included; a bound known to the host.
+    prefix_groups: those of the sequences that share leading blocks, if it pays to read these once.
+    """
+
+    seq_ids: list[int]
+    rows: list[int]
+    growth: list[BlockGrowth]
+    max_context_len: int
+    prefix_groups: list[PrefixGroup] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """Chunks of prompts.
+
+    seq_ids, rows, chunks: parallel, one entry per sequence.
+    max_context_len: longest context, this step's tokens included.
     """
 
     seq_ids: list[int]
     rows: list[int]
     chunks: list[PrefillChunk]
-    growth: list[BlockGrowth]
     max_context_len: int
 
     @property
-    def is_prefill(self) -> bool:
-        return bool(self.chunks)
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
-    def num_tokens(self) -> int:
-        """The number of tokens whose K/V this step computes."""
-        if self.is_prefill:
-            return sum(len(chunk.token_ids) for chunk in self.chunks)
-        return len(self.rows)
+    def sampled_rows(self) -> list[int]:
+        """The rows whose prompt ends in this step, so that they get a token."""
+        pairs = zip(self.rows, self.chunks, strict=True)
+        return [row for row, chunk in pairs if chunk.is_last]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step: decode, prefill, or both, in this order; never neither. No sequence is in both."""
+
+    decode: DecodePart | None = None
+    prefill: PrefillPart | None = None
+
+    @property
+    def num_decoded(self) -> int:
+        """The number of sequences that decode."""
+        return len(self.decode.rows) if self.decode else 0
+
+    @property
+    def num_prefilled(self) -> int:
+        """The number of prompt tokens that are computed."""
+        return self.prefill.num_tokens if self.prefill else 0
 
     @property
     def sampled_seq_ids(self) -> list[int]:
         """The sequences that get a token from this step, in the order of the step's ids."""
-        if not self.is_prefill:
-            return self.seq_ids
-        return [i for i, chunk in zip(self.seq_ids, self.chunks, strict=True) if chunk.is_last]
+        seq_ids = list(self.decode.seq_ids) if self.decode else []
+        if self.prefill:
+            pairs = zip(self.prefill.seq_ids, self.prefill.chunks, strict=True)
+            seq_ids += [seq_id for seq_id, chunk in pairs if chunk.is_last]
+        return seq_ids
 
 
 class StepHandle(Protocol):

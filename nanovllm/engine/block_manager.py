@@ -52,6 +52,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._num_dealt = 0  # ids from here on have never been used
         self._ref_counts: dict[int, int] = {}  # blocks in use
+        self._num_held = 0  # the sum of the ref counts
         self._free_blank: list[int] = []  # with nothing published; the most recently freed last
         # Freed and still published, the least recently freed first.
         self._free_cached: OrderedDict[int, None] = OrderedDict()
@@ -62,6 +63,12 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         return self.num_blocks - len(self._ref_counts)
+
+    @property
+    def num_shared_reads(self) -> int:
+        """How many entries of block tables name a block that another table's entry names as well,
+        not counting one of each: what sequences that are read together could save at most."""
+        return self._num_held - len(self._ref_counts)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -82,8 +89,10 @@ class BlockManager:
             if block_id not in self._ref_counts:
                 del self._free_cached[block_id]
             self._ref_counts[block_id] = self._ref_counts.get(block_id, 0) + 1
+        self._num_held += len(hits)
         seq.block_table = hits + [self._take_free_block() for _ in range(num_new)]
-        seq.num_computed_tokens = len(hits) * self.block_size
+        # At least one token is computed, to sample what follows it.
+        seq.num_computed_tokens = min(len(hits) * self.block_size, len(seq.token_ids) - 1)
         seq.num_published_blocks = len(hits)
         return True
 
@@ -99,6 +108,7 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Gives back all blocks of `seq`, tail first, so that its prefix is reused last."""
+        self._num_held -= len(seq.block_table)
         for block_id in reversed(seq.block_table):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -151,6 +161,7 @@ class BlockManager:
         """Asserts the invariants. `sequences` must include all that hold blocks."""
         held = dict(Counter(block_id for seq in sequences for block_id in seq.block_table))
         assert held == self._ref_counts, "ref counts differ from the block tables"
+        assert sum(held.values()) == self._num_held
         known = Counter([*held, *self._free_cached, *self._free_blank])
         assert all(count == 1 for count in known.values()), "a block is free and in use"
         assert known.keys() == set(range(self._num_dealt)), "a block is neither free nor in use"
@@ -165,13 +176,10 @@ class BlockManager:
         assert self._twins.keys() <= self._block_by_hash.keys(), "twins of nothing"
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """Returns the cached blocks of the longest known prefix of `seq`.
-
-        They never cover all tokens: at least one must be computed, to sample what follows it.
-        """
+        """Returns the cached blocks of the longest known prefix of `seq`, maybe all of it."""
         if not self.enable_prefix_caching:
             return []
-        num_usable = (len(seq.token_ids) - 1) // self.block_size
+        num_usable = len(seq.token_ids) // self.block_size
         self._extend_hashes(seq, num_usable)
         hits: list[int] = []
         for index in range(num_usable):
@@ -218,6 +226,7 @@ class BlockManager:
             block_id, _ = self._free_cached.popitem(last=False)
             self._unpublish(block_id)
         self._ref_counts[block_id] = 1
+        self._num_held += 1
         return block_id
 
     def _unpublish(self, block_id: int) -> None:

@@ -4,14 +4,15 @@ A kernel is compiled by its first call, so this makes calls whose results nobody
 that is not among them is compiled by the first step that needs it, while everything waits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
+from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.layers.attention import Attention
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, SharedPrefixes
 
 KernelCall = Callable[[], object]
 
@@ -32,13 +33,44 @@ def compile_together(calls: Sequence[KernelCall], device: torch.device) -> None:
 
 
 def decode_attention_calls(attention: Attention, sizes: Sequence[int]) -> list[KernelCall]:
-    """Returns calls of decode attention for batches of these sizes, with empty contexts."""
+    """Returns calls of decode attention for batches of these sizes, with empty contexts, without
+    and with shared prefixes."""
     assert attention.backend is not None
     decode, cache = attention.backend.decode, attention.cache
     calls: list[KernelCall] = []
     for size in sizes:
         q = cache.k.new_zeros(size, attention.num_heads, attention.head_dim)
         lens = torch.zeros(size, dtype=torch.int32, device=q.device)
-        context = Context(lens.long(), lens, lens.unsqueeze(1), max_seqlen_k=1)
-        calls.append(partial(decode, q, cache, attention.scale, context))
+        nothing = SharedPrefixes(lens.new_zeros(1, 5), lens, lens.new_zeros(size, 3))
+        for prefixes in (None, nothing):
+            context = Context(
+                lens.long(), lens, lens.unsqueeze(1), max_seqlen_k=1, shared_prefixes=prefixes
+            )
+            calls.append(partial(decode, q, cache, attention.scale, context))
+    return calls
+
+
+def prefill_attention_calls(
+    attention: Attention, batches: Iterable[ScheduledBatch]
+) -> list[KernelCall]:
+    """Returns calls of prefill attention with the sizes of these batches, all sequences empty."""
+    assert attention.backend is not None
+    prefill, cache = attention.backend.prefill, attention.cache
+    calls: list[KernelCall] = []
+    for part in (batch.prefill for batch in batches):
+        if part is None:
+            continue
+        q = cache.k.new_zeros(part.num_tokens, attention.num_heads, attention.head_dim)
+        k, v = q.new_zeros(2, part.num_tokens, attention.num_kv_heads, attention.head_dim)
+        lens = torch.zeros(len(part.rows), dtype=torch.int32, device=q.device)
+        cu_seqlens = lens.new_zeros(len(lens) + 1)
+        context = Context(
+            slot_mapping=lens.long(),
+            context_lens=lens,
+            block_tables=lens.unsqueeze(1) if part.chunks[0].start else None,
+            max_seqlen_k=part.max_context_len,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+        )
+        calls.append(partial(prefill, q, k, v, cache, attention.scale, context))
     return calls

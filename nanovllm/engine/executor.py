@@ -41,6 +41,7 @@ class TensorParallelExecutor:
             self._fail(error)
             raise
         self.num_blocks = runner.num_blocks
+        self.reads_prefixes_once = runner.reads_prefixes_once
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         return _ParallelStep(self.call("launch", batch), self._fail)

@@ -39,6 +39,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             stop_token_ids=stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer),
+            finds_prefix_groups=self._runner.reads_prefixes_once,
         )
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
         self._num_requests = 0
@@ -57,12 +58,13 @@ class LLMEngine:
         """Launches one step and completes the one before it, or with `async_scheduling` off itself.
 
         Returns the requests that ended in the completed step, as (id, completion token ids), and a
-        count: the tokens that a prefill step computed, or minus the sequences that a decode step
-        served. It returns ([], 0) if there is no step to complete, as in the first call.
+        count: the prompt tokens that the step computed, or if it computed none minus the sequences
+        that it decoded. It returns ([], 0) if there is no step to complete, as in the first call.
         """
-        finished, num_tokens = self._step()
+        finished, batch = self._step()
         finished = self._unreported + finished
         self._unreported = []
+        num_tokens = batch.num_prefilled or -batch.num_decoded if batch else 0
         return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
 
     def is_finished(self) -> bool:
@@ -81,8 +83,8 @@ class LLMEngine:
             self._runner.exit()
             self._runner = None
 
-    def _step(self) -> tuple[list[Sequence], int]:
-        """Does what `step` says, and returns the sequences that ended.
+    def _step(self) -> tuple[list[Sequence], ScheduledBatch | None]:
+        """Does what `step` says; returns the sequences that ended, and the completed step if any.
 
         If anything raises, the steps in flight are forgotten and all residents start afresh.
         """
@@ -94,7 +96,7 @@ class LLMEngine:
             # One step stays in flight, unless nothing new could be launched.
             may_wait = batch is not None and self.config.async_scheduling
             if not self._in_flight or (may_wait and len(self._in_flight) == 1):
-                return [], 0
+                return [], None
             completed, handle = self._in_flight.popleft()
             finished = self.scheduler.postprocess(completed, handle.token_ids())
         except BaseException:
@@ -102,8 +104,7 @@ class LLMEngine:
             self.scheduler.recover()
             raise
         self._forget_idle_steps()
-        num_tokens = completed.num_tokens
-        return finished, num_tokens if completed.is_prefill else -num_tokens
+        return finished, completed
 
     def _abort(self, seq_ids: list[int]) -> None:
         """Drops requests, except those that have ended."""

@@ -1,17 +1,24 @@
 """One device's side of the engine: it loads a model, and computes scheduled batches on it."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.autotune import TunedMatmuls, applied, autotune_matmuls
-from nanovllm.engine.batch import ScheduledBatch
-from nanovllm.engine.compilation import compile_together, decode_attention_calls
-from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes, graph_bytes
+from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls
+from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
+from nanovllm.engine.captured_steps import CapturedSteps
+from nanovllm.engine.compilation import (
+    compile_together,
+    decode_attention_calls,
+    prefill_attention_calls,
+)
+from nanovllm.engine.cuda_graph import bucket_sizes
 from nanovllm.engine.kv_cache import KVCache
+from nanovllm.engine.prefill_layout import PrefillArrays, PrefillLayout
 from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
 from nanovllm.engine.warm_up import activation_bytes, warm_up_batches
@@ -21,6 +28,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import load_model
 
@@ -37,7 +45,7 @@ class ModelRunner:
         self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._captured: CapturedSteps | None = None
         self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
         if self.device.type == "cuda":
@@ -57,15 +65,19 @@ class ModelRunner:
         """The size of the K/V pool, the same on all ranks."""
         return self.kv_cache.num_blocks
 
+    @property
+    def reads_prefixes_once(self) -> bool:
+        """Whether decode steps make use of their batch's prefix groups."""
+        return self._captured is not None and self._captured.reads_prefixes_once
+
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
         with self._on_stream(), torch.inference_mode():
-            ids = self._prefill(batch) if batch.is_prefill else self._decode(batch)
-            return self._to_host.fetch(ids)
+            return self._to_host.fetch(self._sampled_ids(batch))
 
     def drop_graphs(self) -> None:
         """Frees the CUDA graphs without waiting for the GPU; later steps run without them."""
-        self._graphs = None
+        self._captured = None
 
     def exit(self) -> None:
         """Frees everything; nothing else works afterwards. A second call does nothing."""
@@ -109,34 +121,97 @@ class ModelRunner:
         Nothing is compiled later, and nothing but activations allocated.
         """
         config, device = self.config, self.device
-        sizes = bucket_sizes(config.max_num_seqs) if self._can_capture() else []
         self.kv_cache.allocate(1)
-        attention = self.model.attention_layers[0]
-        compile_together(decode_attention_calls(attention, self._decode_sizes()), device)
-        if sizes and config.autotune_matmul:
-            self._tuned_matmuls = autotune_matmuls(self.model, sizes[-1], self.group)
+        attention, sizes = self.model.attention_layers[0], self._decode_sizes()
+        calls = decode_attention_calls(attention, sizes)
+        if sizes:  # the backend compiles
+            calls += prefill_attention_calls(attention, warm_up_batches(config, []))
+        compile_together(calls, device)
+        captured = self._steps_to_capture()
         working_bytes = activation_bytes(self._warm_up, device)
-        working_bytes += graph_bytes(self._capture, sizes, device) if sizes else 0
+        working_bytes += captured.num_bytes(self) if captured else 0
         self.kv_cache.allocate_on_gpu(free_at_start, working_bytes)
-        if sizes:
-            self._graphs = self._capture(sizes)
+        if captured:
+            captured.capture(self)
+            self._captured = captured
         self._warm_up()
 
-    def _prefill(self, batch: ScheduledBatch) -> torch.Tensor:
-        inputs, last_tokens, rows = self.rows.prefill_inputs(batch)
-        hidden = self._forward(inputs, last_tokens)
-        return self._sample(hidden, rows) if len(rows) else rows  # no prompt ends: no ids
+    def _steps_to_capture(self) -> CapturedSteps | None:
+        """Autotunes the matmuls, and returns the steps that become CUDA graphs, if any."""
+        config = self.config
+        # The torch backend reads lengths on the host, which a graph cannot.
+        if config.enforce_eager or self.backend.name == "torch":
+            return None
+        if config.autotune_matmul:
+            largest = bucket_sizes(config.max_num_seqs)[-1]
+            self._tuned_matmuls = autotune_matmuls(self.model, largest, self.group)
+        return CapturedSteps(
+            config,
+            self.model.attention_layers[0],
+            has_prefixes=self.backend.name == "triton" and config.enable_prefix_caching,
+            has_prefills=self.group.size == 1,  # sums of so many tokens may go through NCCL
+            tuned_matmuls=self._tuned_matmuls,
+        )
 
-    def _decode(self, batch: ScheduledBatch) -> torch.Tensor:
-        self.rows.grow(batch.growth)
-        n = len(batch.rows)
-        size = self._graphs.size_for(n) if self._graphs else None
-        if self._graphs is None or size is None:
-            return self._decode_step(self.rows.send_rows(batch.rows), batch.max_context_len)
-        return self._graphs.replay(self.rows.send_rows(batch.rows + [-1] * (size - n)))[:n]
+    def _sampled_ids(self, batch: ScheduledBatch) -> Iterator[torch.Tensor]:
+        """Launches the parts of a step one after the other; yields the ids that each samples.
 
-    def _decode_step(self, rows: torch.Tensor, max_context_len: int) -> torch.Tensor:
-        return self._sample(self._forward(self.rows.decode_inputs(rows, max_context_len)), rows)
+        Decode comes first: its launch is short, and the GPU is busy with it while the host prepares
+        the prompts.
+        """
+        if batch.decode is not None:
+            yield self._decode(batch.decode)
+        if batch.prefill is not None:
+            yield self._prefill(batch.prefill)
+
+    def _prefill(self, part: PrefillPart) -> torch.Tensor:
+        self.rows.start(part)
+        num_sampled = len(part.sampled_rows)
+        ids = self._captured.prefill(part, self.rows.send) if self._captured else None
+        if ids is not None:
+            return ids[:num_sampled]
+        layout = PrefillLayout(part.num_tokens, len(part.rows))
+        return self.prefill_step(
+            layout.unpack(self.rows.send(layout.pack(part))),
+            num_sampled,
+            max_seqlen_q=max(len(chunk.token_ids) for chunk in part.chunks),
+            max_context_len=part.max_context_len,
+            is_paged=any(chunk.start for chunk in part.chunks),
+        )
+
+    def prefill_step(
+        self,
+        arrays: PrefillArrays,
+        num_sampled: int,
+        *,
+        max_seqlen_q: int,
+        max_context_len: int,
+        is_paged: bool,
+    ) -> torch.Tensor:
+        """Prefills, and samples after the first `num_sampled` of the `last_tokens`."""
+        inputs = self.rows.prefill_inputs(
+            arrays,
+            max_seqlen_q=max_seqlen_q,
+            max_context_len=max_context_len,
+            is_paged=is_paged,
+        )
+        hidden = self._forward(inputs, arrays.last_tokens[:num_sampled])
+        rows = arrays.sampled_rows[:num_sampled]
+        return self._sample(hidden, rows) if num_sampled else rows  # no prompt ends: no ids
+
+    def _decode(self, part: DecodePart) -> torch.Tensor:
+        self.rows.grow(part.growth)
+        ids = self._captured.decode(part, self.rows.send) if self._captured else None
+        if ids is not None:
+            return ids[: len(part.rows)]
+        return self.decode_step(self.rows.send(np.array(part.rows)), part.max_context_len)
+
+    def decode_step(
+        self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
+    ) -> torch.Tensor:
+        """Computes the last token of each row, and samples the next."""
+        inputs = self.rows.decode_inputs(rows, max_context_len, prefixes)
+        return self._sample(self._forward(inputs), rows)
 
     def _forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """wanted: int64 [m], the tokens whose hidden states are returned; None for all."""
@@ -150,17 +225,6 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         sampled: torch.Tensor = self.sampler(logits, rows, self.rows.sampling)
         return sampled
-
-    def _can_capture(self) -> bool:
-        # The torch backend reads lengths on the host, which a graph cannot.
-        return not self.config.enforce_eager and self.backend.name != "torch"
-
-    def _capture(self, sizes: Sequence[int]) -> DecodeGraphs:
-        max_model_len = self.config.max_model_len
-        with applied(self._tuned_matmuls):
-            return DecodeGraphs(
-                lambda rows: self._decode_step(rows, max_model_len), sizes, self.device
-            )
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads

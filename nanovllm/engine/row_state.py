@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import BlockGrowth, RowInit, ScheduledBatch
+from nanovllm.engine.batch import BlockGrowth, PrefillPart
+from nanovllm.engine.prefill_layout import PrefillArrays
 from nanovllm.engine.staging import HostToDevice
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
 
@@ -40,46 +41,69 @@ class RowState:
             max_num_seqs, config.max_blocks_per_seq, dtype=torch.int32, device=device
         )
 
-    def prefill_inputs(
-        self, batch: ScheduledBatch
-    ) -> tuple[StepInputs, torch.Tensor, torch.Tensor]:
-        """Starts the batch's new rows and advances its rows' lengths by this step's tokens.
+    def start(self, part: PrefillPart) -> None:
+        """Starts the rows of the sequences that are new in this step."""
+        inits = {r: c.init for r, c in zip(part.rows, part.chunks, strict=True) if c.init}
+        if not inits:
+            return
+        width = max(len(init.block_table) for init in inits.values())
+        tables = np.zeros((len(inits), width), dtype=np.int64)
+        for table, init in zip(tables, inits.values(), strict=True):
+            table[: len(init.block_table)] = init.block_table
+        columns = self.sampling.columns(
+            [init.sampling_params for init in inits.values()],
+            [init.seed for init in inits.values()],
+        )
+        rows, tables_on_device, *columns_on_device = self._to_device.send(
+            np.array(list(inits)), tables.ravel(), *columns
+        )
+        self.sampling.start(rows, *columns_on_device)
+        self.block_tables[rows, :width] = tables_on_device.view(len(inits), width).to(torch.int32)
 
-        Returns the step's inputs; the indices int64 [m] of the tokens after which one is sampled;
-        and the rows int64 [m] that get the sampled tokens.
+    def prefill_inputs(
+        self, arrays: PrefillArrays, *, max_seqlen_q: int, max_context_len: int, is_paged: bool
+    ) -> StepInputs:
+        """Returns the inputs of a prefill, and sets the lengths of its rows.
+
+        max_seqlen_q, max_context_len: bounds on the new tokens and the context of a sequence.
+        is_paged: False if no sequence has a cached prefix.
         """
-        inits = {r: c.init for r, c in zip(batch.rows, batch.chunks, strict=True) if c.init}
-        if inits:
-            self._start_rows(list(inits), list(inits.values()))
-        starts = np.array([chunk.start for chunk in batch.chunks])
-        lens = np.array([len(chunk.token_ids) for chunk in batch.chunks])
-        ends = starts + lens
-        cu_q = np.concatenate(([0], lens.cumsum()))
-        is_last = np.array([chunk.is_last for chunk in batch.chunks])
-        input_ids, positions, token_rows, rows, context_lens, cu_seqlens_q, last, sampled_rows = (
-            self._to_device.send(
-                np.concatenate([chunk.token_ids for chunk in batch.chunks]),
-                np.arange(cu_q[-1]) + np.repeat(starts - cu_q[:-1], lens),
-                np.repeat(batch.rows, lens),
-                np.array(batch.rows),
-                ends,
-                cu_q,
-                cu_q[1:][is_last] - 1,
-                np.array(batch.rows)[is_last],
+        if arrays.rows.is_cuda:
+            from nanovllm.kernels.prefill_inputs import prefill_inputs
+
+            positions, slots, context_lens, cu_seqlens_q, cu_seqlens_k, tables = prefill_inputs(
+                arrays.rows,
+                arrays.starts,
+                arrays.cu_seqlens_q,
+                arrays.cu_seqlens_k,
+                arrays.is_stored,
+                self.sampling.context_lens,
+                self.block_tables,
+                block_size=self.block_size,
+                num_tokens=len(arrays.token_ids),
+                max_seqlen_q=max_seqlen_q,
             )
-        )
-        self.sampling.context_lens[rows] = context_lens
-        context_lens = context_lens.to(torch.int32)
+        else:
+            cu_q, rows = arrays.cu_seqlens_q, arrays.rows
+            lens = cu_q.diff()
+            seq = torch.repeat_interleave(lens)  # the sequence of each token
+            positions = arrays.starts[seq] + torch.arange(len(seq)) - cu_q[seq]
+            slots = self._slots(rows[seq], positions)
+            slots = slots.where(arrays.is_stored[seq].bool(), -1)
+            self.sampling.context_lens[rows] = arrays.starts + lens
+            context_lens = (arrays.starts + lens).to(torch.int32)
+            cu_seqlens_q, cu_seqlens_k = (x.to(torch.int32) for x in (cu_q, arrays.cu_seqlens_k))
+            tables = self._tables(rows, max_context_len)
         context = Context(
-            slot_mapping=self._slots(token_rows, positions),
+            slot_mapping=slots,
             context_lens=context_lens,
-            block_tables=self._tables(rows, batch.max_context_len) if starts.any() else None,
-            max_seqlen_k=batch.max_context_len,
-            cu_seqlens_q=cu_seqlens_q.to(torch.int32),
-            cu_seqlens_k=torch.nn.functional.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=int(lens.max()),
+            block_tables=tables if is_paged else None,
+            max_seqlen_k=max_context_len,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
         )
-        return StepInputs(input_ids, positions, context), last, sampled_rows
+        return StepInputs(arrays.token_ids, positions, context)
 
     def grow(self, growth: Sequence[BlockGrowth]) -> None:
         """Writes new blocks into the block tables."""
@@ -88,15 +112,18 @@ class RowState:
             row, index, block_id = self._to_device.send(*news.T)
             self.block_tables[row, index] = block_id.to(torch.int32)
 
-    def send_rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """Sends row indices to the device, int64 [n]."""
-        return self._to_device.send(np.array(rows))[0]
+    def send(self, numbers: np.ndarray) -> torch.Tensor:
+        """Sends int64 [n] to the device."""
+        return self._to_device.send(numbers)[0]
 
-    def decode_inputs(self, rows: torch.Tensor, max_context_len: int) -> StepInputs:
+    def decode_inputs(
+        self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
+    ) -> StepInputs:
         """Returns the inputs of a step that computes the last token of each row.
 
         It advances the rows' lengths by one. rows: int64 [n], -1 for padding, on CUDA only.
         max_context_len: a bound on the context lengths, these tokens included.
+        prefixes: what the rows share.
         """
         state = self.sampling
         if rows.is_cuda:
@@ -115,22 +142,9 @@ class RowState:
             context_lens=context_lens,
             block_tables=tables,
             max_seqlen_k=max_context_len,
+            shared_prefixes=prefixes,
         )
         return StepInputs(input_ids, positions, context)
-
-    def _start_rows(self, rows: list[int], inits: list[RowInit]) -> None:
-        width = max(len(init.block_table) for init in inits)
-        tables = np.zeros((len(inits), width), dtype=np.int64)
-        for i, init in enumerate(inits):
-            tables[i, : len(init.block_table)] = init.block_table
-        columns = self.sampling.columns(
-            [init.sampling_params for init in inits], [init.seed for init in inits]
-        )
-        index, table, *columns_on_device = self._to_device.send(
-            np.array(rows), tables.ravel(), *columns
-        )
-        self.sampling.start(index, *columns_on_device)
-        self.block_tables[index, :width] = table.view(len(inits), width).to(torch.int32)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         block_ids = self.block_tables[rows, positions // self.block_size].to(torch.int64)

@@ -9,19 +9,34 @@ from collections import deque
 from collections.abc import Collection
 from operator import attrgetter
 
-from nanovllm.engine.batch import BlockGrowth, PrefillChunk, RowInit, ScheduledBatch
+from nanovllm.engine.batch import (
+    BlockGrowth,
+    DecodePart,
+    PrefillChunk,
+    PrefillPart,
+    RowInit,
+    ScheduledBatch,
+)
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shared_prefix import PrefixGroup, find_prefix_groups, pays
+
+MAX_STEPS_HELD = 8  # that a prompt waits for company
 
 
 class Scheduler:
-    """First come, first served; prefill before decode.
+    """Each step decodes all running sequences; prompts, first come first served, fill the rest of
+    its budget of tokens. So neither do prompts stall decoding, nor do they need steps of their own.
+
+    While requests queue for rows, they are admitted `max_num_seqs` / 32 at a time, as the first
+    prompt of a step costs more than the others; none is held for more than `MAX_STEPS_HELD` steps.
 
     Sequences are resident (hold a row and blocks) from their first scheduled chunk. `running` are
     those whose whole prompt has been scheduled, in order of admission; a prompt that is only partly
     scheduled stays, resident, at the head of `waiting`.
 
     reserved_tokens: room that each running sequence keeps when another one is admitted.
+    finds_prefix_groups: whether the runner can read once what sequences share.
     """
 
     def __init__(
@@ -32,21 +47,26 @@ class Scheduler:
         max_num_batched_tokens: int,
         stop_token_ids: Collection[int],
         reserved_tokens: int = 32,
+        finds_prefix_groups: bool = False,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.reserved_tokens = reserved_tokens
+        self.finds_prefix_groups = finds_prefix_groups
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
+        self._num_steps_held = 0  # for which free rows have waited to become more
         self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
         self._offered: list[int] = []  # by the step that is being scheduled
         # The head that found too few free blocks, and how many there were.
         self._blocked: tuple[int, int] | None = None
+        # The sequences that groups were looked for last, in the order of their batch, and those.
+        self._grouped: tuple[list[int], list[PrefixGroup]] = ([], [])
 
     def add(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
@@ -61,11 +81,13 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Returns the next step, None if nothing can run before the step in flight completes."""
-        batch = self._schedule_prefill() or self._schedule_decode()
-        if batch is not None:
-            self._offers.append(self._offered)
-            self._offered = []
-        return batch
+        room = self._make_room()
+        if room is None:
+            return None
+        decode = self._schedule_decode(*room)
+        num_decoded = len(decode.rows) if decode else 0
+        prefill = self._schedule_prefill(self.max_num_batched_tokens - num_decoded)
+        return self._batch(decode, prefill) if decode or prefill else None
 
     def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
@@ -80,7 +102,7 @@ class Scheduler:
             if seq is None:
                 continue
             # The step has computed the last known token; when that filled a block, publish it.
-            if not batch.is_prefill and len(seq.token_ids) % self.block_manager.block_size == 0:
+            if len(seq.token_ids) % self.block_manager.block_size == 0:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
             if self._finish_if_ended(seq, token_id):
@@ -124,15 +146,13 @@ class Scheduler:
         while self.running:
             self._preempt_last()
 
-    def _schedule_prefill(self) -> ScheduledBatch | None:
-        """Admits requests in order while rows, blocks and budget last; the last may get a chunk.
-
-        While a prompt is only partly scheduled every step is a prefill, so that neither decode nor
-        preemption ever meets one.
-        """
+    def _schedule_prefill(self, budget: int) -> PrefillPart | None:
+        """Schedules `budget` tokens of prompts while rows and blocks last; the last may get a
+        chunk."""
+        if self._holds_admissions():
+            return None
         seqs: list[Sequence] = []
         chunks: list[PrefillChunk] = []
-        budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             init = None
@@ -144,7 +164,8 @@ class Scheduler:
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
-            chunks.append(PrefillChunk(start, seq.token_ids[start:end], is_last, init))
+            is_cached = start < seq.num_published_blocks * self.block_manager.block_size
+            chunks.append(PrefillChunk(start, seq.token_ids[start:end], is_last, is_cached, init))
             seqs.append(seq)
             budget -= end - start
             seq.num_computed_tokens = end
@@ -156,7 +177,18 @@ class Scheduler:
                 seq.num_tokens += 1
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
-        return self._batch(seqs, chunks, []) if seqs else None
+        return PrefillPart(*_named(seqs), chunks, _longest(seqs)) if seqs else None
+
+    def _holds_admissions(self) -> bool:
+        """Returns whether the first prompt waits for more free rows; it counts the steps."""
+        num_wanted = min(self.max_num_seqs // 32, len(self.waiting))
+        is_held = (
+            0 < len(self._free_rows) < num_wanted
+            and self.waiting[0].row is None
+            and self._num_steps_held < MAX_STEPS_HELD
+        )
+        self._num_steps_held = self._num_steps_held + 1 if is_held else 0
+        return is_held
 
     def _allocate(self, seq: Sequence) -> bool:
         """Takes the blocks of the first waiting sequence, unless too few would stay for others.
@@ -174,23 +206,34 @@ class Scheduler:
         self._blocked = None if has_blocks else (seq.seq_id, num_free)
         return has_blocks
 
-    def _schedule_decode(self) -> ScheduledBatch | None:
-        """Schedules one token for each running sequence, except those whose final one is scheduled.
+    def _growing(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Returns the sequences that decode next, which are those running whose final token is not
+        scheduled yet, and which of them need a new block for it."""
+        seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
+        return seqs, [seq for seq in seqs if self.block_manager.needs_block(seq)]
 
-        It preempts the most recently admitted sequences until the others have their blocks: the
-        pool holds at least one request of `max_model_len`, so the first admitted always fits. It
-        returns None if preemption must wait for a step in flight, whose ids a preempted sequence
-        recomputes.
+    def _make_room(self) -> tuple[list[Sequence], list[Sequence]] | None:
+        """Preempts the most recently admitted sequences until the others have their next blocks.
+
+        The pool holds at least one request of `max_model_len`, so the first admitted always fits.
+        It returns what `_growing` then does, or None if it must wait for a step in flight, whose
+        ids a preempted sequence recomputes.
         """
         while True:
-            seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
-            growing = [seq for seq in seqs if self.block_manager.needs_block(seq)]
+            seqs, growing = self._growing()
             if len(growing) <= self.block_manager.num_free_blocks:
-                break
-            if self._offers:  # a step is in flight
+                return seqs, growing
+            head = self.waiting[0] if self.waiting else None
+            if head is not None and head.row is not None:  # partly scheduled: no id to wait for
+                self._release(head)
+            elif self._offers:  # a step is in flight
                 return None
-            self._preempt_last()
+            else:
+                self._preempt_last()
             self.num_preemptions += 1
+
+    def _schedule_decode(self, seqs: list[Sequence], growing: list[Sequence]) -> DecodePart | None:
+        """Schedules one token for each of `seqs`; blocks for those of them that grow are free."""
         growth = []
         for seq in growing:
             block_id = self.block_manager.append_block(seq)
@@ -200,18 +243,50 @@ class Scheduler:
             seq.num_tokens += 1
         # Longest first: else a long context that starts late leaves most of a GPU idle at the end.
         seqs.sort(key=_num_tokens, reverse=True)
-        return self._batch(seqs, [], growth) if seqs else None
+        if not seqs:
+            return None
+        return DecodePart(*_named(seqs), growth, _longest(seqs), self._prefix_groups(seqs))
+
+    def _prefix_groups(self, seqs: list[Sequence]) -> list[PrefixGroup]:
+        """Returns the groups of a decode batch that shares prefixes, if it pays to use them.
+
+        They stay the same as long as the batch has the same sequences.
+        """
+        manager = self.block_manager
+        if not self.finds_prefix_groups or not manager.num_shared_reads:
+            return []
+        num_keys = sum(seq.num_computed_tokens for seq in seqs)
+        if not pays(manager.num_shared_reads, manager.block_size, num_keys):
+            return []
+        seq_ids = [seq.seq_id for seq in seqs]
+        if seq_ids != self._grouped[0]:
+            groups = find_prefix_groups(
+                [seq.block_table for seq in seqs],
+                [seq.num_computed_tokens for seq in seqs],
+                manager.block_size,
+            )
+            self._grouped = seq_ids, groups
+        groups = self._grouped[1]
+        num_saved = sum(group.num_saved for group in groups)
+        return groups if pays(num_saved, manager.block_size, num_keys) else []
 
     def _preempt_last(self) -> None:
         _, seq = self.running.popitem()
         self._release(seq)
         self.waiting.appendleft(seq)
 
+    def _batch(self, decode: DecodePart | None, prefill: PrefillPart | None) -> ScheduledBatch:
+        """Counts the step as in flight, with the blocks that it has offered."""
+        self._offers.append(self._offered)
+        self._offered = []
+        return ScheduledBatch(decode, prefill)
+
     def _release(self, seq: Sequence) -> None:
         """Takes row and blocks from `seq`; scheduled again, it computes all its tokens afresh."""
         if seq.row is None:
             return
         self.block_manager.free(seq)
+        self._grouped = ([], [])  # admitted again, it may get other blocks
         self._free_rows.append(seq.row)
         seq.row = None
         seq.num_computed_tokens = 0
@@ -225,17 +300,6 @@ class Scheduler:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
 
-    def _batch(
-        self, seqs: list[Sequence], chunks: list[PrefillChunk], growth: list[BlockGrowth]
-    ) -> ScheduledBatch:
-        return ScheduledBatch(
-            seq_ids=[seq.seq_id for seq in seqs],
-            rows=[_row(seq) for seq in seqs],
-            chunks=chunks,
-            growth=growth,
-            max_context_len=max(seq.num_computed_tokens for seq in seqs),
-        )
-
 
 _num_tokens = attrgetter("num_tokens")
 
@@ -243,3 +307,12 @@ _num_tokens = attrgetter("num_tokens")
 def _row(seq: Sequence) -> int:
     assert seq.row is not None, "only residents are scheduled"
     return seq.row
+
+
+def _named(seqs: list[Sequence]) -> tuple[list[int], list[int]]:
+    """Returns ids and rows of resident sequences."""
+    return [seq.seq_id for seq in seqs], [_row(seq) for seq in seqs]
+
+
+def _longest(seqs: list[Sequence]) -> int:
+    return max(seq.num_computed_tokens for seq in seqs)

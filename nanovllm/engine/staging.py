@@ -4,6 +4,7 @@ A buffer is refilled only after the event that ends its last copy. On the CPU no
 """
 
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -12,8 +13,13 @@ from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import TIMEOUT, PeerLostError
 from nanovllm.utils.waiting import wait_until
 
-NUM_BUFFERS = 4
+NUM_BUFFERS = 16  # a step sends and fetches up to five times, and two steps may be under way
 ALIGNMENT = 2  # elements: Triton specialises on 16-byte alignment, so every array gets it
+
+
+def aligned(size: int) -> int:
+    """Returns `size` elements rounded up, so that what follows is aligned."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class _PinnedBuffer:
@@ -62,7 +68,7 @@ class HostToDevice:
         on_host = [torch.from_numpy(_as_8_bytes(array)) for array in arrays]
         if self._device.type != "cuda":
             return on_host
-        sizes = [-(-len(tensor) // ALIGNMENT) * ALIGNMENT for tensor in on_host]
+        sizes = [aligned(len(tensor)) for tensor in on_host]
         buffer = self._next_buffer(sum(sizes))
         offset = 0
         for tensor, size in zip(on_host, sizes, strict=True):
@@ -101,7 +107,7 @@ class FetchedIds:
 
 
 class DeviceToHost:
-    """Fetches int64 tensors of at most `capacity` elements from the device.
+    """Fetches ids, int64, at most `capacity` at a time, from the device.
 
     A result must be read before `NUM_BUFFERS` more are fetched.
     """
@@ -113,11 +119,17 @@ class DeviceToHost:
             _PinnedBuffer(capacity) for _ in range(NUM_BUFFERS if self._is_cuda else 0)
         ]
 
-    def fetch(self, ids: torch.Tensor) -> FetchedIds:
+    def fetch(self, parts: Iterable[torch.Tensor]) -> FetchedIds:
+        """Fetches the parts one after the other, int64 [n] each.
+
+        The copy of each is queued before the next part is made, which may overwrite it.
+        """
         if not self._is_cuda:
-            return FetchedIds(ids, None, self._group)
-        buffer = self._buffers.pop(0)
+            return FetchedIds(torch.cat(list(parts)), None, self._group)
+        buffer, size = self._buffers.pop(0), 0
         self._buffers.append(buffer)
-        buffer.tensor[: len(ids)].copy_(ids, non_blocking=True)
+        for ids in parts:
+            buffer.tensor[size : size + len(ids)].copy_(ids, non_blocking=True)
+            size += len(ids)
         buffer.copied.record()
-        return FetchedIds(buffer.tensor[: len(ids)], buffer.copied, self._group)
+        return FetchedIds(buffer.tensor[:size], buffer.copied, self._group)

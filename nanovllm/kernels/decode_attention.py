@@ -3,13 +3,20 @@
 One program attends to one split of one sequence's context, for all query heads that share a K/V
 head, with an online softmax, and fetches tiles of K/V ahead. If there is more than one split, a
 second kernel merges their results, weighted by their log-sum-exps.
+
+Keys that several sequences share can be read once for all of them, by `attend_to_prefixes`. The
+programs then start after them, and merge the results of that kernel into their own.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_launch import MAX_SPLITS, decode_config
+from nanovllm.kernels.decode_launch import decode_config
+from nanovllm.kernels.merge_splits import merge_splits
+from nanovllm.kernels.shared_prefix import attend_to_prefixes, members_per_item
+from nanovllm.kernels.tiles import has_dependent_launch
+from nanovllm.utils.context import SharedPrefixes
 
 BLOCKS = 32  # block ids that a program holds at a time
 
@@ -23,6 +30,9 @@ def _decode_kernel(
     context_lens_ptr,
     out_ptr,  # [n, heads, num_splits, head_dim]: results, or fp32 partial results
     lse_ptr,  # [n, heads, num_splits], base 2
+    prefix_rows_ptr,  # [n, 3]: see SharedPrefixes
+    prefix_out_ptr,  # fp32 [items * MEMBERS, heads, head_dim]
+    prefix_lse_ptr,  # fp32 [items * MEMBERS, heads], base 2
     scale,
     q_stride,
     table_stride,
@@ -38,15 +48,21 @@ def _decode_kernel(
     BLOCKS: tl.constexpr,  # at least TILE / BLOCK_SIZE
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    MEMBERS: tl.constexpr,  # members per item of a shared prefix, 0 without shared prefixes
+    HAS_PDL: tl.constexpr,  # programmatic dependent launch
 ):
+    if IS_SPLIT and HAS_PDL:  # the merge kernel can get ready
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
     start, end = 0, context_len
+    if MEMBERS:
+        start = tl.load(prefix_rows_ptr + seq * 3)
     if IS_SPLIT:
-        tiles_per_split = tl.cdiv(tl.cdiv(context_len, TILE), num_splits)
-        start = split * tiles_per_split * TILE
+        tiles_per_split = tl.cdiv(tl.cdiv(context_len - start, TILE), num_splits)
+        start += split * tiles_per_split * TILE
         end = tl.minimum(start + tiles_per_split * TILE, context_len)
     # Block ids stay in registers: to read one in the inner loop would keep K/V from being fetched
     # several tiles ahead. Where `start` is 0 this read need not wait for the context length.
@@ -96,6 +112,23 @@ def _decode_kernel(
         block += BLOCKS
         block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
+    if MEMBERS:
+        if HAS_PDL:  # the kernel that attends to the prefixes may still run
+            tl.extra.cuda.gdc_wait()
+        first_partial = tl.load(prefix_rows_ptr + seq * 3 + 1).to(tl.int64)
+        num_partials = tl.load(prefix_rows_ptr + seq * 3 + 2)
+        for i in range(split, num_partials, num_splits):
+            partial = first_partial + i * MEMBERS
+            part = (partial * KV_HEADS + kv_head) * GROUP + query
+            lse = tl.load(prefix_lse_ptr + part, mask=is_query, other=float("-inf"))
+            offset = part[:, None] * HEAD_DIM + d[None, :]
+            out = tl.load(prefix_out_ptr + offset, mask=q_mask, other=0.0)
+            new_max = tl.maximum(running_max, lse)
+            weight = tl.exp2(lse - new_max)
+            correction = tl.exp2(running_max - new_max)
+            running_sum = running_sum * correction + weight
+            acc = acc * correction[:, None] + out * weight[:, None]
+            running_max = new_max
     out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
     part = (seq * KV_HEADS * GROUP + kv_head * GROUP + query) * num_splits + split
     tl.store(
@@ -108,30 +141,6 @@ def _decode_kernel(
         tl.store(lse_ptr + part, lse, mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    partial_ptr,  # fp32 [n * heads, num_splits, head_dim]
-    lse_ptr,  # [n * heads, num_splits]
-    out_ptr,  # [n * heads, head_dim]
-    num_splits,
-    SPLITS: tl.constexpr,  # MAX_SPLITS
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    d = tl.arange(0, D)
-    is_split = split < num_splits
-    lse = tl.load(lse_ptr + head * num_splits + split, mask=is_split, other=float("-inf"))
-    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))  # 0 if all splits are empty
-    total = tl.sum(weight, 0)
-    mask = is_split[:, None] & (d < HEAD_DIM)[None, :]  # empty splits hold zeros
-    offset = (head * num_splits + split)[:, None] * HEAD_DIM + d[None, :]
-    partial = tl.load(partial_ptr + offset, mask=mask, other=0.0)
-    out = tl.sum(partial * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-
-
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -140,6 +149,7 @@ def decode_attention(
     context_lens: torch.Tensor,
     scale: float,
     num_splits: int | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> torch.Tensor:
     """Attends from each sequence's one query token to its context.
 
@@ -148,10 +158,11 @@ def decode_attention(
     -> [n, heads, head_dim]
 
     num_splits: replaces the number of splits that `decode_config` chooses.
+    prefixes: what sequences share; the result is the same without it.
     """
     n, num_heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    config = decode_config(n * kv_heads)
+    config = decode_config(n * kv_heads, has_prefixes=prefixes is not None)
     splits = num_splits or config.splits
     padded = triton.next_power_of_2(head_dim)
     out = q.new_empty(n, num_heads, head_dim)
@@ -161,6 +172,13 @@ def decode_attention(
     group = num_heads // kv_heads
     queries = max(16, triton.next_power_of_2(group))
     tile, stages, num_warps = config.fitted(queries, padded, q)
+    has_pdl = has_dependent_launch(q.device)
+    members, prefix_out, prefix_lse = 0, out, out
+    if prefixes is not None:
+        members = members_per_item(group)
+        prefix_out, prefix_lse = attend_to_prefixes(
+            q, k_cache, v_cache, block_tables, prefixes, scale
+        )
     _decode_kernel[(kv_heads, splits, n)](
         q,
         k_cache,
@@ -169,6 +187,9 @@ def decode_attention(
         context_lens,
         partial,
         lse,
+        prefixes.rows if prefixes is not None else context_lens,
+        prefix_out,
+        prefix_lse,
         scale,
         q.stride(0),
         block_tables.stride(0),
@@ -184,18 +205,12 @@ def decode_attention(
         BLOCKS=max(BLOCKS, tile // block_size),
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        MEMBERS=members,
+        HAS_PDL=has_pdl,
         num_warps=num_warps,
         num_stages=stages,
+        **({"launch_pdl": True} if has_pdl and prefixes is not None else {}),
     )
     if is_split:
-        _merge_kernel[(n * num_heads,)](
-            partial,
-            lse,
-            out,
-            splits,
-            SPLITS=MAX_SPLITS,
-            HEAD_DIM=head_dim,
-            D=padded,
-            num_warps=1,
-        )
+        merge_splits(partial, lse, out)
     return out

@@ -7,14 +7,9 @@ its splits leaves the later ones empty.
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from nanovllm.kernels.merge_splits import padded_splits
 from nanovllm.kernels.tiles import attention_tile, shared_memory
-
-SPLIT_PROGRAMS = 900  # so many keep the memory of a large GPU busy
-MERGED_PROGRAMS = 512  # so many suffice with more than 8 splits, whose merge takes longer
-SMALL_TILE_PROGRAMS = 512  # so many keep it busy with small tiles too
-MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +26,10 @@ class DecodeConfig:
     warps: int
 
     @property
-    def compiled_as(self) -> tuple[bool, int, int, int]:
-        """What the compiled code depends on: any number of splits from two on is the same."""
-        return self.splits > 1, self.kib, self.stages, self.warps
+    def compiled_as(self) -> tuple[int, int, int, int]:
+        """What the compiled code depends on."""
+        splits = padded_splits(self.splits) if self.splits > 1 else 1
+        return splits, self.kib, self.stages, self.warps
 
     def fitted(self, num_queries: int, head_dim: int, q: torch.Tensor) -> tuple[int, int, int]:
         """Returns tokens per tile, stages and warps that fit this GPU.
@@ -50,23 +46,31 @@ class DecodeConfig:
         return tile, stages, max(self.warps, min(8, num_queries * head_dim // 2048))  # registers
 
 
-# By the least number of sequences times K/V heads: from so many on the contexts need no splits. A
-# multiprocessor holds few programs with big tiles and more with small ones; what pays is that the
-# last ones to start find most multiprocessors busy. From replays of bench.py's decode steps:
-# docs/benchmarks/2026-12-01-ablation.md.
+# By the least number of sequences times K/V heads. A multiprocessor holds few programs with big
+# tiles and more with small ones; what pays is that the last ones to start find most multiprocessors
+# busy, for which few K/V heads and long contexts need many splits, and ragged contexts some:
+# docs/benchmarks/2026-12-01-decode-launches.md.
 CONFIGS = (
-    (920, DecodeConfig(1, 8, stages=3, warps=1)),
-    (376, DecodeConfig(1, 16, stages=3, warps=4)),
+    (920, DecodeConfig(1, 16, stages=3, warps=4)),
+    (352, DecodeConfig(4, 8, stages=3, warps=2)),
+    (200, DecodeConfig(4, 4, stages=3, warps=1)),
+    (144, DecodeConfig(6, 4, stages=3, warps=1)),
+    (80, DecodeConfig(8, 4, stages=3, warps=1)),
+    (32, DecodeConfig(16, 4, stages=3, warps=1)),
+    (16, DecodeConfig(32, 4, stages=3, warps=1)),
+    (5, DecodeConfig(32, 8, stages=3, warps=2)),
+    (2, DecodeConfig(32, 16, stages=3, warps=4)),
+    (1, DecodeConfig(64, 16, stages=3, warps=4)),
 )
+# Where contexts need no splits, and are short without the prefixes that they share.
+AFTER_PREFIXES = DecodeConfig(1, 8, stages=3, warps=1)
 
 
-def decode_config(num_programs: int) -> DecodeConfig:
-    """num_programs: sequences times K/V heads of a batch -> how to launch it."""
-    for least, config in CONFIGS:
-        if num_programs >= least:
-            return config
-    wanted = triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_programs))
-    splits = min(wanted, max(8, MERGED_PROGRAMS // num_programs), MAX_SPLITS)
-    if num_programs * splits >= SMALL_TILE_PROGRAMS:
-        return DecodeConfig(splits, 4, stages=3, warps=1)
-    return DecodeConfig(splits, 8, stages=3, warps=2)
+def decode_config(num_programs: int, has_prefixes: bool = False) -> DecodeConfig:
+    """Returns how to launch a batch.
+
+    num_programs: its sequences times K/V heads.
+    has_prefixes: whether keys that its sequences share are attended to apart.
+    """
+    config = next(config for least, config in CONFIGS if num_programs >= least)
+    return AFTER_PREFIXES if has_prefixes and config.splits == 1 else config

@@ -1,4 +1,4 @@
-"""The size of a GPU's shared memory, and of the attention tiles that should fit into it."""
+"""What kernels need to know of a GPU, and the size of the attention tiles that fit into it."""
 
 import functools
 
@@ -19,6 +19,13 @@ def shared_memory(device: torch.device) -> int:
         return int(properties.shared_memory_per_block_optin)
     utils = triton.runtime.driver.active.utils
     return int(utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Returns whether a kernel may start while the one before it still runs (programmatic dependent
+    launch, on Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def attention_tile(padded_head_dim: int, itemsize: int, tile_bytes: int = 8 * 1024) -> int:

@@ -114,9 +114,8 @@ def _fused_kernels(qkv: Tensor, cache: LayerCache) -> ModuleType | None:
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-    """Writes k and v [t, kv_heads, head_dim] to their slots of the cache.
-
-    No slot may be -1: only CUDA graphs have padding.
-    """
-    cache.k.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    cache.v.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    """Writes k and v [t, kv_heads, head_dim] to their slots of the cache, except where it is -1."""
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored]
+    cache.k.flatten(0, 1).index_copy_(0, slots, k[is_stored])
+    cache.v.flatten(0, 1).index_copy_(0, slots, v[is_stored])

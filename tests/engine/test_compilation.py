@@ -50,7 +50,7 @@ def test_attention_is_launched_with_empty_contexts() -> None:
     caches = torch.full((2, 3, 16, 2, 64), float("nan"), device=DEVICE)
     attention.bind(TritonBackend(), LayerCache(*caches))
     outs = [call() for call in decode_attention_calls(attention, [1, 5])]
-    for out, size in zip(outs, (1, 5), strict=True):
+    for out, size in zip(outs, (1, 1, 5, 5), strict=True):  # without and with shared prefixes
         assert torch.equal(out, torch.zeros(size, 4, 64, device=DEVICE))
 
 
@@ -73,8 +73,40 @@ def test_warm_up_sums_with_every_number_of_warps(
         sums = (n for n in nums_rows if peers.suits_sum(n, row_bytes))
         return {sum_warps(n, 1 << (hidden_size - 1).bit_length(), num_ranks) for n in sums}
 
-    nums_rows = [batch.num_tokens for batch in warm_up_batches(config, [])]
+    nums_rows = [b.num_prefilled or b.num_decoded for b in warm_up_batches(config, [])]
     assert kernels(nums_rows) == kernels(range(1, max(nums_rows) + 1))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("max_model_len", [256, 32768])
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(16384, 512), (600, 4), (300, 100)])
+def test_warm_up_needs_every_launch_of_prefill_attention(
+    budget: int, max_num_seqs: int, max_model_len: int, kv_heads: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    from nanovllm.kernels.prefill_launch import prefill_config
+
+    checkpoint = make_checkpoint(tmp_path, max_position_embeddings=max_model_len)
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": max_num_seqs}
+    config = Config(str(checkpoint), device="cpu", max_model_len=max_model_len, **sizes)
+
+    def launch(num_tokens: int, num_seqs: int, max_seqlen_k: int, is_paged: bool) -> object:
+        q = torch.empty(num_tokens, 2 * kv_heads, 128, dtype=torch.bfloat16, device="meta")
+        launch, splits = prefill_config(q, num_seqs, kv_heads, max_seqlen_k, is_paged)
+        return launch, splits > 1, is_paged
+
+    warm = {
+        launch(part.num_tokens, len(part.rows), part.max_context_len, part.chunks[0].start > 0)
+        for batch in warm_up_batches(config, [])
+        if (part := batch.prefill) is not None
+    }
+    for num_tokens in {1, 20, 144, 300, 600, 3000, 16384}:
+        for num_seqs in {1, 4, 30, 100, 512}:
+            if num_seqs <= num_tokens <= budget and num_seqs <= max_num_seqs:
+                longest = min(num_tokens - num_seqs + 1, max_model_len)
+                assert launch(num_tokens, num_seqs, longest, False) in warm
+                for max_seqlen_k in {longest + 1, max_model_len - 1}:
+                    assert launch(num_tokens, num_seqs, max_seqlen_k, True) in warm
 
 
 COUNT_COMPILATIONS = """

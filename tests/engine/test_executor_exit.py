@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.config import Config
 from nanovllm.engine import executor
-from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.batch import DecodePart, ScheduledBatch
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError
@@ -22,6 +22,7 @@ class Ends:
     Ending one of them may raise."""
 
     num_blocks = 1
+    reads_prefixes_once = False
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -106,7 +107,7 @@ def test_a_failed_step_is_what_the_user_sees(
     ends.cause = RankDiedError() if is_caused else None
     ends.failing = {"launch": error, part: RuntimeError("CUDA error")}
     with pytest.raises(RankDiedError if is_caused else ArithmeticError):
-        parallel.launch(ScheduledBatch([], [], [], [], 1))
+        parallel.launch(ScheduledBatch(DecodePart([], [], [], 1)))
     assert ends.log == PARTS
 
 

@@ -5,7 +5,8 @@ from array import array
 
 import pytest
 
-from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine import shared_prefix
+from nanovllm.engine.batch import PrefillChunk, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -34,6 +35,11 @@ def schedule(scheduler: Scheduler) -> ScheduledBatch:
     return batch
 
 
+def chunks(batch: ScheduledBatch) -> list[PrefillChunk]:
+    assert batch.prefill is not None
+    return batch.prefill.chunks
+
+
 def complete(scheduler: Scheduler, batch: ScheduledBatch) -> None:
     scheduler.postprocess(batch, [7] * len(batch.sampled_seq_ids))
 
@@ -51,17 +57,21 @@ def test_prompts_that_arrive_together_compute_a_shared_prefix_once(
     batches = []
     while scheduler.waiting:
         batches.append(schedule(scheduler))
-    assert sum(batch.num_tokens for batch in batches) == len(PREFIX) + num_prompts * num_own
+    assert sum(batch.num_prefilled for batch in batches) == len(PREFIX) + num_prompts * num_own
     for batch in batches:
         complete(scheduler, batch)
 
 
-def test_identical_prompts_compute_all_but_the_last_block_once() -> None:
+def test_identical_prompts_of_full_blocks_compute_their_last_token_each() -> None:
+    """It is computed for the sake of the next one; its K/V, which others may read, is kept."""
     scheduler = make_scheduler()
-    for seq_id in range(8):
-        add(scheduler, seq_id, PREFIX)
-    batch = schedule(scheduler)
-    assert [chunk.start for chunk in batch.chunks] == [0] + [len(PREFIX) - BLOCK_SIZE] * 7
+    seqs = [add(scheduler, seq_id, PREFIX) for seq_id in range(8)]
+    first, *others = chunks(schedule(scheduler))
+    assert (first.start, first.is_cached) == (0, False)
+    assert [(c.start, len(c.token_ids), c.is_cached) for c in others] == [
+        (len(PREFIX) - 1, 1, True)
+    ] * 7
+    assert all(seq.block_table == seqs[0].block_table for seq in seqs)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
@@ -78,7 +88,7 @@ def test_a_step_that_fails_takes_back_what_it_had_offered(num_steps: int) -> Non
     scheduler.block_manager.check_integrity(seqs)
     scheduler.abort([0])
     batch = schedule(scheduler)
-    assert batch.chunks[0].start == 2 * BLOCK_SIZE, "only the completed step's blocks are found"
+    assert chunks(batch)[0].start == 2 * BLOCK_SIZE, "only the completed step's blocks are found"
 
 
 def test_what_an_aborted_request_had_offered_is_taken_back_too() -> None:
@@ -90,7 +100,7 @@ def test_what_an_aborted_request_had_offered_is_taken_back_too() -> None:
     scheduler.recover()
     scheduler.block_manager.check_integrity([])
     add(scheduler, 1, [*PREFIX, 2])
-    assert schedule(scheduler).chunks[0].start == 0
+    assert chunks(schedule(scheduler))[0].start == 0
 
 
 @pytest.mark.parametrize("number", [2, 4, 5])
@@ -116,7 +126,7 @@ def test_an_interrupt_while_blocks_are_offered_leaves_none_of_them(
             scheduler.schedule()
     scheduler.recover()
     manager.check_integrity([seq])
-    assert schedule(scheduler).chunks[0].start == 0
+    assert chunks(schedule(scheduler))[0].start == 0
 
 
 def test_an_abort_of_a_launched_request_leaves_its_offer() -> None:
@@ -127,7 +137,7 @@ def test_an_abort_of_a_launched_request_leaves_its_offer() -> None:
     batch = schedule(scheduler)
     scheduler.abort([0])
     add(scheduler, 1, [*PREFIX, 2])
-    assert schedule(scheduler).chunks[0].start == len(PREFIX)
+    assert chunks(schedule(scheduler))[0].start == len(PREFIX)
     complete(scheduler, batch)
 
 
@@ -161,11 +171,42 @@ def test_evicting_one_of_two_twins_leaves_the_other_to_be_found(first_to_go: int
     assert late.block_table[:5] == kept.block_table[:5]
 
 
+def test_groups_that_share_blocks_are_found_once_per_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SAVED", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SHARE", 0)
+    scheduler = make_scheduler(finds_prefix_groups=True)
+    searches: list[int] = []
+    find = shared_prefix.find_prefix_groups
+    monkeypatch.setattr(
+        "nanovllm.engine.scheduler.find_prefix_groups",
+        lambda tables, *args: searches.append(len(tables)) or find(tables, *args),
+    )
+    seqs = [add(scheduler, i, [*PREFIX, i], max_tokens=20 - i) for i in range(3)]
+    add(scheduler, 3, [1] * 9, max_tokens=30)
+    groups = []
+    while not scheduler.is_finished():
+        batch = schedule(scheduler)
+        complete(scheduler, batch)
+        if batch.decode:
+            groups.append([(g.members, g.num_blocks) for g in batch.decode.prefix_groups])
+    members = [batch[0][0] for batch in groups if batch]
+    assert members[0] == [0, 1, 2]
+    assert members[-1] == [0, 1]
+    assert all(batch[0][1] == 5 for batch in groups if batch)
+    assert groups[-1] == [], "one is left, which shares with nobody"
+    assert searches == [4, 3], "once for each set of sequences"
+    assert all(seq.finish_reason == "length" for seq in seqs)
+
+
 def test_running_sequences_keep_a_reserve_when_another_is_admitted() -> None:
     scheduler = make_scheduler(num_blocks=10, reserved_tokens=3 * BLOCK_SIZE)
     for seq_id in range(3):
         add(scheduler, seq_id, [seq_id] * (2 * BLOCK_SIZE))
-    assert schedule(scheduler).seq_ids == [0, 1], "the third would leave 4 of 6 reserved blocks"
+    assert schedule(scheduler).sampled_seq_ids == [0, 1], (
+        "the third would leave 4 of 6 reserved blocks"
+    )
 
 
 def test_a_reserve_saves_preemptions_in_a_tight_pool() -> None:
@@ -183,7 +224,7 @@ def test_a_reserve_saves_preemptions_in_a_tight_pool() -> None:
 def test_the_reserve_is_waived_when_nothing_runs() -> None:
     scheduler = make_scheduler(num_blocks=10, reserved_tokens=1000)
     add(scheduler, 0, [1] * 40)
-    assert schedule(scheduler).seq_ids == [0]
+    assert schedule(scheduler).sampled_seq_ids == [0]
 
 
 def test_a_blocked_head_is_looked_up_again_only_when_blocks_were_freed(
@@ -202,4 +243,4 @@ def test_a_blocked_head_is_looked_up_again_only_when_blocks_were_freed(
     while short.finish_reason is None:
         complete(scheduler, schedule(scheduler))
     assert lookups == [0, 1], "once each, however many steps the short one took"
-    assert schedule(scheduler).seq_ids == [long.seq_id]
+    assert schedule(scheduler).sampled_seq_ids == [long.seq_id]

@@ -4,7 +4,7 @@ from array import array
 
 from nanovllm.engine.batch import BlockGrowth, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import MAX_STEPS_HELD, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -61,20 +61,66 @@ def step(scheduler: Scheduler) -> ScheduledBatch:
 
 def spans(batch: ScheduledBatch) -> list[tuple[int, int, int]]:
     """Returns (sequence id, start, end) of each chunk."""
-    pairs = zip(batch.seq_ids, batch.chunks, strict=True)
+    if batch.prefill is None:
+        return []
+    pairs = zip(batch.prefill.seq_ids, batch.prefill.chunks, strict=True)
     return [(i, chunk.start, chunk.start + len(chunk.token_ids)) for i, chunk in pairs]
 
 
-def test_prefill_goes_first_in_order_of_arrival() -> None:
+def decoded(batch: ScheduledBatch) -> list[int]:
+    """Returns the ids of the sequences that decode."""
+    return batch.decode.seq_ids if batch.decode else []
+
+
+def test_prompts_join_the_steps_of_those_that_run_in_order_of_arrival() -> None:
     scheduler = make_scheduler()
     add(scheduler, 0, 3)
     add(scheduler, 1, 5)
-    assert spans(step(scheduler)) == [(0, 0, 3), (1, 0, 5)]
-    add(scheduler, 2, 2)
-    assert spans(step(scheduler)) == [(2, 0, 2)]
     batch = step(scheduler)
-    assert not batch.is_prefill
-    assert sorted(batch.seq_ids) == [0, 1, 2]
+    assert (decoded(batch), spans(batch)) == ([], [(0, 0, 3), (1, 0, 5)])
+    add(scheduler, 2, 2)
+    batch = step(scheduler)
+    assert (decoded(batch), spans(batch)) == ([1, 0], [(2, 0, 2)])
+    assert batch.sampled_seq_ids == [1, 0, 2]
+    assert (batch.num_decoded, batch.num_prefilled) == (2, 2)
+    batch = step(scheduler)
+    assert (sorted(decoded(batch)), spans(batch)) == ([0, 1, 2], [])
+
+
+def test_a_request_per_step_does_not_keep_the_others_from_decoding() -> None:
+    scheduler = make_scheduler()
+    for seq_id in range(8):
+        add(scheduler, seq_id, 3)
+        batch = step(scheduler)
+        assert (batch.num_decoded, spans(batch)) == (seq_id, [(seq_id, 0, 3)])
+
+
+def test_a_long_prompt_takes_what_decoding_leaves_of_the_budget() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    for seq_id in range(2):
+        add(scheduler, seq_id, 2)
+    step(scheduler)
+    add(scheduler, 2, 7)
+    batches = [step(scheduler) for _ in range(3)]
+    assert [spans(batch) for batch in batches] == [[(2, 0, 3)], [(2, 3, 6)], [(2, 6, 7)]]
+    assert all(sorted(decoded(batch)) == [0, 1] for batch in batches)
+    assert [batch.sampled_seq_ids[2:] for batch in batches] == [[], [], [2]]
+
+
+def test_a_prompt_that_is_partly_scheduled_gives_way_to_those_that_run() -> None:
+    """No id is due for it, so this need not wait for the step in flight."""
+    scheduler = make_scheduler(num_blocks=5, max_num_batched_tokens=5)
+    add(scheduler, 0, 4)
+    step(scheduler)
+    long = add(scheduler, 1, 12)
+    first = schedule(scheduler)
+    assert (decoded(first), spans(first)) == ([0], [(1, 0, 4)])
+    seqs = list(scheduler.running.values())
+    seqs[0].num_tokens += 3  # as if it had decoded: now it needs a third block
+    second = schedule(scheduler)
+    assert (decoded(second), scheduler.num_preemptions) == ([0], 1)
+    assert scheduler.waiting[0] is long
+    scheduler.block_manager.check_integrity([*seqs, long])
 
 
 def test_a_decode_step_has_the_longest_context_first() -> None:
@@ -84,8 +130,9 @@ def test_a_decode_step_has_the_longest_context_first() -> None:
         add(scheduler, seq_id, num_tokens)
     step(scheduler)
     batch = step(scheduler)
-    assert batch.seq_ids == [1, 3, 2, 0]
-    row_of = dict(zip(batch.seq_ids, batch.rows, strict=True))
+    assert batch.decode is not None
+    assert batch.decode.seq_ids == [1, 3, 2, 0]
+    row_of = dict(zip(batch.decode.seq_ids, batch.decode.rows, strict=True))
     assert row_of == {seq_id: seq.row for seq_id, seq in scheduler.running.items()}
 
 
@@ -95,11 +142,12 @@ def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
     add(scheduler, 1, 8)
     add(scheduler, 2, 1)
     assert spans(step(scheduler)) == [(0, 0, 9)]
-    assert step(scheduler).seq_ids == [0]
+    batch = step(scheduler)
+    assert (decoded(batch), spans(batch)) == ([0], [])
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
 
 
-def test_a_prompt_beyond_the_budget_is_chunked_before_anything_decodes() -> None:
+def test_a_prompt_beyond_the_budget_is_chunked() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, 0, 6)
     long = add(scheduler, 1, 18)
@@ -110,14 +158,15 @@ def test_a_prompt_beyond_the_budget_is_chunked_before_anything_decodes() -> None
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 2]
     assert scheduler.num_residents == 2
     batch = step(scheduler)
-    assert spans(batch) == [(1, 4, 14)]
-    assert batch.sampled_seq_ids == []
-    assert batch.chunks[0].init is None, "its row has been started"
+    assert (decoded(batch), spans(batch)) == ([0], [(1, 4, 13)])
+    assert batch.sampled_seq_ids == [0]
+    assert batch.prefill is not None
+    assert batch.prefill.chunks[0].init is None, "its row has been started"
     batch = step(scheduler)
-    assert spans(batch) == [(1, 14, 18), (2, 0, 3)]
-    assert batch.sampled_seq_ids == [1, 2]
+    assert spans(batch) == [(1, 13, 18), (2, 0, 3)]
+    assert batch.sampled_seq_ids == [0, 1, 2]
     assert long.seq_id in scheduler.running
-    assert step(scheduler).seq_ids == [1, 0, 2], "longest first"
+    assert decoded(step(scheduler)) == [1, 0, 2], "longest first"
 
 
 def test_a_chunk_may_be_followed_before_its_step_completes() -> None:
@@ -126,7 +175,7 @@ def test_a_chunk_may_be_followed_before_its_step_completes() -> None:
     first, second = schedule(scheduler), schedule(scheduler)
     assert spans(first) + spans(second) == [(0, 0, 4), (0, 4, 8)]
     decode = schedule(scheduler)
-    assert not decode.is_prefill, "its input is the id that the step before samples"
+    assert decoded(decode) == [0], "its input is the id that the step before samples"
     for batch in (first, second, decode):
         complete(scheduler, batch)
 
@@ -134,11 +183,12 @@ def test_a_chunk_may_be_followed_before_its_step_completes() -> None:
 def test_the_most_recently_admitted_is_preempted_and_resumes() -> None:
     scheduler = make_scheduler(num_blocks=5)
     seqs = [add(scheduler, seq_id, 4) for seq_id in range(3)]
-    assert step(scheduler).seq_ids == [0, 1, 2]
+    assert step(scheduler).sampled_seq_ids == [0, 1, 2]
     later = add(scheduler, 3, 24)
     batch = step(scheduler)  # each sequence needs a second block, but two are left
-    assert batch.seq_ids == [0, 1]
-    assert [growth.index for growth in batch.growth] == [1, 1]
+    assert batch.decode is not None
+    assert decoded(batch) == [0, 1]
+    assert [growth.index for growth in batch.decode.growth] == [1, 1]
     assert scheduler.num_preemptions == 1
     assert list(scheduler.waiting) == [seqs[2], later]
     assert (seqs[2].row, seqs[2].block_table) == (None, [])
@@ -158,7 +208,7 @@ def test_nothing_is_preempted_while_a_step_is_in_flight() -> None:
     assert [seq.num_tokens for seq in seqs] == [5, 5]
     complete(scheduler, prefill)
     batch = schedule(scheduler)
-    assert (batch.seq_ids, scheduler.num_preemptions) == ([0], 1)
+    assert (decoded(batch), scheduler.num_preemptions) == ([0], 1)
     assert seqs[1].token_ids[4:].tolist() == [7], "what it must recompute is known"
 
 
@@ -169,21 +219,38 @@ def test_max_num_seqs_caps_residents() -> None:
         ids = list(range(4 * wave, 4 * wave + 4))
         for index in range(20):
             batch = step(scheduler)
-            assert (batch.seq_ids, batch.is_prefill) == (ids, index == 0)
-            assert len(set(batch.rows)) == 4
+            assert batch.sampled_seq_ids == ids
+            assert decoded(batch) == (ids if index else [])
             assert sum(seq.row is not None for seq in seqs) in (0, 4)
     assert scheduler.is_finished()
     assert {len(seq.completion_token_ids) for seq in seqs} == {20}
+
+
+def test_requests_that_queue_for_rows_are_admitted_together() -> None:
+    scheduler = make_scheduler(max_num_seqs=96, num_blocks=1000)
+    lasting = [40] * 91 + [2, 3, 4, 5, 20]
+    for seq_id, max_tokens in enumerate(lasting):
+        add(scheduler, seq_id, 2, max_tokens)
+    for seq_id in range(200, 206):
+        add(scheduler, seq_id, 2, 40)
+    admitted = [[seq_id for seq_id, _, _ in spans(step(scheduler))] for _ in range(18)]
+    # Rows become free after steps 2, 3, 4 and 5: the first three together, the fourth alone.
+    assert admitted[0] == list(range(96))
+    assert admitted[4] == [200, 201, 202]
+    number = next(i for i in range(5, 18) if admitted[i])
+    assert (number, admitted[number]) == (5 + MAX_STEPS_HELD, [203])
 
 
 def test_decode_grows_a_table_when_a_token_needs_it() -> None:
     scheduler = make_scheduler()
     seq = add(scheduler, 0, BLOCK_SIZE - 1)
     step(scheduler)
-    assert step(scheduler).growth == []
-    batch = step(scheduler)
-    assert batch.growth == [BlockGrowth(batch.rows[0], 1, seq.block_table[1])]
-    assert batch.max_context_len == BLOCK_SIZE + 1
+    first, second = step(scheduler).decode, step(scheduler).decode
+    assert first is not None
+    assert second is not None
+    assert first.growth == []
+    assert second.growth == [BlockGrowth(second.rows[0], 1, seq.block_table[1])]
+    assert second.max_context_len == BLOCK_SIZE + 1
 
 
 def test_blocks_filled_by_decode_are_offered_to_later_prompts() -> None:
@@ -226,7 +293,7 @@ def test_recover_starts_every_resident_afresh_in_order() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     seqs = [add(scheduler, 0, 4), add(scheduler, 1, 4), add(scheduler, 2, 9), add(scheduler, 3, 1)]
     complete(scheduler, schedule(scheduler))
-    schedule(scheduler)  # computes the last chunk of sequence 2, and sequence 3
+    schedule(scheduler)  # decodes two, and computes the last chunk of sequence 2, and sequence 3
     scheduler.recover()
     assert list(scheduler.waiting) == seqs
     assert scheduler.num_residents == 0

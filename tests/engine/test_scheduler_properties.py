@@ -201,21 +201,27 @@ class Simulation:
                 self.finished.add(seq.seq_id)
 
     def _schedule(self) -> ScheduledBatch | None:
-        num_preemptions = self.scheduler.num_preemptions
+        running = set(self.scheduler.running)
         batch = self.scheduler.schedule()
-        assert self.scheduler.num_preemptions == num_preemptions or not self.in_flight
+        # Only a prompt that is partly scheduled may be preempted while ids are due.
+        assert running <= self.scheduler.running.keys() or not self.in_flight
         if batch is None:
             assert self.in_flight or self.scheduler.is_finished(), "nothing runs, nothing is due"
             self.stats["drained steps"] += not self.scheduler.is_finished()
             return None
-        assert len(batch.seq_ids) == len(batch.rows) == len(set(batch.rows)) > 0
-        if batch.is_prefill:
-            assert len(batch.chunks) == len(batch.rows)
-            assert not batch.growth
-            assert all(chunk.token_ids for chunk in batch.chunks)
-            assert batch.num_tokens <= self.world.max_num_batched_tokens
-        self.stats["chunks"] += sum(not chunk.is_last for chunk in batch.chunks)
-        self.stats["cache hits"] += sum(chunk.start > 0 for chunk in batch.chunks if chunk.init)
+        parts = [part for part in (batch.decode, batch.prefill) if part is not None]
+        rows = [row for part in parts for row in part.rows]
+        assert all(len(part.seq_ids) == len(part.rows) > 0 for part in parts)
+        assert len(rows) == len(set(rows)) > 0
+        if batch.prefill:
+            chunks = batch.prefill.chunks
+            assert len(chunks) == len(batch.prefill.rows)
+            assert all(chunk.token_ids for chunk in chunks)
+            num_tokens = batch.num_prefilled + batch.num_decoded
+            assert num_tokens <= self.world.max_num_batched_tokens
+            self.stats["chunks"] += sum(not chunk.is_last for chunk in chunks)
+            self.stats["cache hits"] += sum(chunk.start > 0 for chunk in chunks if chunk.init)
+        self.stats["mixed steps"] += len(parts) == 2
         return batch
 
     def _check(self) -> None:
@@ -251,4 +257,5 @@ def test_the_schedules_are_hard(late: bool) -> None:
     assert stats["preemptions"] > 50
     assert stats["cache hits"] > 50
     assert stats["chunks"] > 50
+    assert stats["mixed steps"] > 50
     assert not late or (stats["dropped ids"] > 50 and stats["drained steps"] > 50)

@@ -38,7 +38,7 @@ def next_token_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
     """Returns the logits that the first token of each prompt is sampled from, [len(prompts),
     vocab].
 
-    All prompts must fit one prefill step.
+    They are prefilled in order, in as many steps as they need.
     """
     captured: list[torch.Tensor] = []
     assert llm._runner is not None
@@ -49,5 +49,4 @@ def next_token_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
         greedy_ids(llm, prompts, max_tokens=1)
     finally:
         hook.remove()
-    (logits,) = captured
-    return logits
+    return torch.cat(captured)

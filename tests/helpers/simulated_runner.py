@@ -4,10 +4,11 @@ The K/V of a position is a hash of the whole token prefix, so a wrong cached tok
 lost update shows. The simulation reads nothing but batches, and keeps rows as `RowState` does.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
 
 NUM_IDS = 16
 STOP_IDS = frozenset({0})
@@ -46,6 +47,10 @@ class Oracle:
             self.finish_reason = "stop"
 
 
+# For each row its first position, its ids, and whether their K/V is stored.
+Inputs = list[tuple[int, "array[int] | list[int]", bool]]
+
+
 @dataclass(frozen=True)
 class Step:
     batch: ScheduledBatch
@@ -69,9 +74,23 @@ class Runner:
         A row may rely on what an earlier row of the same step writes, because a layer stores the
         K/V of the whole step before it attends.
         """
-        inputs = self._prefill_inputs(batch) if batch.is_prefill else self._decode_inputs(batch)
+        sampled, slots = list[int](), list[int]()
+        if batch.decode:
+            slots += self._compute(batch.decode, self._decode_inputs(batch.decode))
+            sampled += [self.last_tokens[row] for row in batch.decode.rows]
+        if batch.prefill:
+            slots += self._compute(batch.prefill, self._prefill_inputs(batch.prefill))
+            is_cached = [chunk.is_cached for chunk in batch.prefill.chunks]
+            assert len(slots) == batch.num_decoded + batch.num_prefilled - sum(is_cached)
+            sampled += [self.last_tokens[row] for row in batch.prefill.sampled_rows]
+        assert len(slots) == len(set(slots)), "two tokens share a slot"
+        return Step(batch, sampled, slots)
+
+    def _compute(self, part: DecodePart | PrefillPart, inputs: Inputs) -> list[int]:
+        """Computes the inputs of each row of a part; returns the slots that it writes."""
         slots: list[int] = []
-        for seq_id, row, (start, token_ids) in zip(batch.seq_ids, batch.rows, inputs, strict=True):
+        for seq_id, row, row_inputs in zip(part.seq_ids, part.rows, inputs, strict=True):
+            start, token_ids, is_stored = row_inputs
             values = self.oracles[seq_id].values
             cached = [self.store.get(self._slot(row, position)) for position in range(start)]
             assert cached == values[:start], "a step relies on wrong K/V"
@@ -80,15 +99,14 @@ class Runner:
             value = self.store[self._slot(row, start - 1)] if start else 0
             for position, token_id in enumerate(token_ids, start):
                 value = next_value(value, token_id)
-                slots.append(self._slot(row, position))
-                self.store[slots[-1]] = value
+                slot = self._slot(row, position)
+                if is_stored:
+                    slots.append(slot)
+                    self.store[slot] = value
+                assert self.store[slot] == value
             self.last_tokens[row] = sample(value, self.seeds[row])
-        assert batch.max_context_len == max(self.context_lens[row] for row in batch.rows)
-        assert len(slots) == len(set(slots)) == batch.num_tokens, "two tokens share a slot"
-
-        row_by_seq_id = dict(zip(batch.seq_ids, batch.rows, strict=True))
-        sampled = [self.last_tokens[row_by_seq_id[seq_id]] for seq_id in batch.sampled_seq_ids]
-        return Step(batch, sampled, slots)
+        assert part.max_context_len == max(self.context_lens[row] for row in part.rows)
+        return slots
 
     def fail(self, steps: Iterable[Step]) -> None:
         """Simulates the failure of `steps`: all rows are reset, and the slots that the steps wrote
@@ -102,20 +120,20 @@ class Runner:
         self.last_tokens: dict[int, int] = {}
         self.seeds: dict[int, int] = {}
 
-    def _prefill_inputs(self, batch: ScheduledBatch) -> list[tuple[int, list[int]]]:
-        for row, chunk in zip(batch.rows, batch.chunks, strict=True):
+    def _prefill_inputs(self, part: PrefillPart) -> Inputs:
+        for row, chunk in zip(part.rows, part.chunks, strict=True):
             if chunk.init is None:
                 assert self.context_lens[row] == chunk.start
                 continue
             self.seeds[row] = chunk.init.seed
             for index, block_id in enumerate(chunk.init.block_table):
                 self.block_ids[row, index] = block_id
-        return [(chunk.start, chunk.token_ids) for chunk in batch.chunks]
+        return [(chunk.start, chunk.token_ids, not chunk.is_cached) for chunk in part.chunks]
 
-    def _decode_inputs(self, batch: ScheduledBatch) -> list[tuple[int, list[int]]]:
-        for growth in batch.growth:
+    def _decode_inputs(self, part: DecodePart) -> Inputs:
+        for growth in part.growth:
             self.block_ids[growth.row, growth.index] = growth.block_id
-        return [(self.context_lens[row], [self.last_tokens[row]]) for row in batch.rows]
+        return [(self.context_lens[row], [self.last_tokens[row]], True) for row in part.rows]
 
     def _slot(self, row: int, position: int) -> int:
         index, offset = divmod(position, self.block_size)

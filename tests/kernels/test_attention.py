@@ -1,7 +1,8 @@
 """Tests the attention kernels, and the kernel before them, against their torch counterparts."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,31 @@ from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_near, dty
 
 pytest.importorskip("triton")
 from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.decode_launch import CONFIGS, decode_config
+from nanovllm.kernels.decode_launch import CONFIGS, DecodeConfig, decode_config
 from nanovllm.kernels.prefill_attention import prefill_attention
+from nanovllm.kernels.prefill_launch import (
+    FEW,
+    LONG,
+    SHORT,
+    SMALL_GPU,
+    SPLIT,
+    PrefillConfig,
+    max_tiles,
+    prefill_config,
+)
 from nanovllm.kernels.qkv import norm_rope_store
+
+
+@pytest.fixture(autouse=True)
+def few_splits_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other, so that 32 splits would take minutes."""
+
+    def few_splits(*args: Any, **kwargs: Any) -> DecodeConfig:
+        config = decode_config(*args, **kwargs)
+        return replace(config, splits=min(config.splits, 3))
+
+    if not HAS_GPU:
+        monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", few_splits)
 
 
 @dataclass
@@ -93,7 +116,7 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("num_programs", [1, 100, *(least for least, _ in CONFIGS)])
+@pytest.mark.parametrize("num_programs", [least for least, _ in CONFIGS])
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_decode_attention_in_every_launch(
     block_size: int, num_programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +124,9 @@ def test_decode_attention_in_every_launch(
     """Tiles and blocks of all sizes are combined, and a sequence has more blocks than a kernel
     looks up at a time."""
     config = decode_config(num_programs)
-    monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda _: config)
+    if not HAS_GPU:
+        config = replace(config, splits=min(config.splits, 3))
+    monkeypatch.setattr("nanovllm.kernels.decode_attention.decode_config", lambda *_, **__: config)
     lens = [1, 0, 130, 40 * block_size]
     pages = Pages.make(lens, block_size, 1, 64, dtype)
     q = randn(len(lens), 2, 64, dtype=dtype, seed=1)
@@ -148,7 +173,7 @@ def test_prefill_attention_with_cached_prefixes(
         pages.block_tables,
         context.cu_seqlens_q,
         context.cu_seqlens_k,
-        max(lens_q),
+        max(lens_k),
         0.2,
     )
     assert_near(out, reference, dtype)
@@ -174,6 +199,93 @@ def test_prefill_attention_over_fresh_kv(shape: tuple[int, int, int], dtype: tor
     no_cache = LayerCache(torch.empty(0), torch.empty(0))
     reference = TorchBackend().prefill(q.float(), k.float(), v.float(), no_cache, 0.2, context)
     assert_near(prefill_attention(q, k, v, None, cu, cu, max(lens), 0.2), reference, dtype)
+
+
+@dataclass
+class Prefill:
+    """Holds the new tokens of some sequences with cached prefixes, and what attention gives."""
+
+    pages: Pages
+    q: torch.Tensor
+    context: Context
+    reference: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, lens_q: list[int], lens_k: list[int], block_size: int, dtype: torch.dtype
+    ) -> "Prefill":
+        pages = Pages.make(lens_k, block_size, 1, 64, dtype)
+        q = randn(sum(lens_q), 2, 64, dtype=dtype, seed=1)
+        context, cache = pages.context(lens_q), pages.cache_in_fp32()
+        reference = TorchBackend().prefill(q.float(), *cache, cache, 0.2, context)
+        return cls(pages, q, context, reference)
+
+    def run(self, max_seqlen_k: int, num_padding: int = 0) -> torch.Tensor:
+        """Runs the kernel with `num_padding` tokens and as many sequences more."""
+        cu_q, cu_k = self.context.cu_seqlens_q, self.context.cu_seqlens_k
+        assert cu_q is not None
+        assert cu_k is not None
+        # Padding sequences have no new tokens; their block tables must not be read.
+        cu_q, cu_k = (torch.cat((cu, cu[-1:].expand(num_padding))) for cu in (cu_q, cu_k))
+        poison = torch.full_like(self.pages.block_tables[:1], -(2**30)).expand(num_padding, -1)
+        tables = torch.cat((self.pages.block_tables, poison))
+        q = torch.cat((self.q, self.q.new_full((num_padding, 2, 64), float("nan"))))
+        pages = self.pages
+        out = prefill_attention(
+            q, pages.k_cache, pages.v_cache, tables, cu_q, cu_k, max_seqlen_k, 0.2
+        )
+        return out[: len(self.q)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("launch", [(SHORT, 1), (LONG, 1), (FEW, 1), (SPLIT, 3), (SMALL_GPU, 2)])
+@pytest.mark.parametrize("block_size", [1, 32, 128])
+def test_prefill_attention_in_every_launch(
+    block_size: int,
+    launch: tuple[PrefillConfig, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with an empty sequence among the others, and with padding."""
+    path = "nanovllm.kernels.prefill_attention.prefill_config"
+    monkeypatch.setattr(path, lambda *_: launch)
+    case = Prefill.make([20, 0, 1, 70, 3], [200, 0, 131, 70, 40], block_size, dtype)
+    assert_near(case.run(200, num_padding=3), case.reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("is_long_first", [True, False])
+def test_prefill_attention_of_a_long_prompt_beside_many_short_ones(
+    is_long_first: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.kernels.prefill_attention.SEQS", 8)
+    lens = [150] + [2, 1, 33, 0] * 5
+    lens = lens if is_long_first else lens[::-1]
+    case = Prefill.make(lens, lens, 256, dtype)
+    assert_near(case.run(max(lens)), case.reference, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32])
+def test_tiles_have_room_in_the_list(tokens: int) -> None:
+    """Each tile of each sequence has its own place in the list, and the list has a bound."""
+    rng = random.Random(tokens)
+    for _ in range(50):
+        lens = [rng.choice([0, 1, tokens, rng.randint(0, 100)]) for _ in range(rng.randint(1, 9))]
+        starts = [sum(lens[:s]) // tokens + s for s in range(len(lens) + 1)]
+        for s, length in enumerate(lens):
+            assert starts[s] + -(-length // tokens) <= starts[s + 1]
+        assert starts[-1] <= max_tiles(sum(lens), len(lens), tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20, 500, 16000])
+@pytest.mark.parametrize("num_seqs", [1, 400])
+def test_keys_are_split_where_tiles_are_few(num_tokens: int, num_seqs: int) -> None:
+    q = torch.empty(num_tokens, 16, 128, dtype=torch.float16, device="meta")
+    _, splits = prefill_config(q, num_seqs, 8, 32788, is_paged=True)
+    is_few = num_tokens <= 500 and num_seqs == 1
+    assert (splits > 1) == is_few
+    assert prefill_config(q, num_seqs, 8, 400, is_paged=True)[1] == 1, "short contexts"
+    assert prefill_config(q, num_seqs, 8, 32788, is_paged=False)[1] == 1
 
 
 @dtypes

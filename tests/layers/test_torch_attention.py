@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.layers.attention import LayerCache
-from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend
+from nanovllm.layers.attention_backends.torch_sdpa import GROUP_SIZE, TorchBackend, _slices
 from nanovllm.utils.context import Context
 from tests.helpers.closeness import assert_close
 
@@ -42,3 +42,24 @@ def test_decode_attention_equals_the_formula(num_seqs: int, block_size: int) -> 
     next_layers = LayerCache(caches[0], -caches[1])
     out = backend.decode(q, next_layers, SCALE, context)
     assert_close(out, -expected, num_eps=32)
+
+
+@pytest.mark.parametrize(
+    ("lens", "sizes"),
+    [
+        ([3000] + [21] * 15, [2, 14]),
+        ([21] * 40, [16, 16, 8]),
+        ([40, 30, 25, 20, 16, 1, 1], [6, 1]),
+        ([100, 0, 0, 0], [2, 2]),
+        ([0, 0], [2]),
+        ([], []),
+    ],
+)
+def test_a_group_has_no_more_padding_than_tokens(lens: list[int], sizes: list[int]) -> None:
+    slices = _slices(lens)
+    assert [piece.stop - piece.start for piece in slices] == sizes
+    indices = [index for piece in slices for index in range(len(lens))[piece]]
+    assert indices == list(range(len(lens)))
+    for piece in slices:
+        group = lens[piece]
+        assert max(group) * len(group) <= 2 * sum(group)

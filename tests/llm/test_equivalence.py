@@ -62,8 +62,8 @@ def count_prefilled_tokens(llm: LLM) -> list[int]:
 
     def spy() -> Any:
         batch = schedule()
-        if batch is not None and batch.is_prefill:
-            counts.append(batch.num_tokens)
+        if batch is not None and batch.prefill:
+            counts.append(batch.num_prefilled)
         return batch
 
     llm.scheduler.schedule = spy  # type: ignore[method-assign]

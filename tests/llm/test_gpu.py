@@ -6,6 +6,7 @@ may differ.
 
 import importlib.util
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import autotune
-from nanovllm.engine.batch import PrefillChunk, RowInit, ScheduledBatch
-from nanovllm.engine.cuda_graph import DecodeGraphs, bucket_sizes
+from nanovllm.engine import autotune, shared_prefix
+from nanovllm.engine.batch import PrefillChunk, PrefillPart, RowInit, ScheduledBatch
+from nanovllm.engine.cuda_graph import StepGraphs, bucket_sizes
+from nanovllm.engine.decode_layout import RowsLayout
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
@@ -96,8 +98,10 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
     chunks = []
     for row, ids in zip(rows, token_ids, strict=True):
         table = [row * width + i for i in range(width)]
-        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, init=RowInit(greedy, 0, table)))
-    runner.launch(ScheduledBatch(rows, rows, chunks, [], PROMPT)).token_ids()
+        init = RowInit(greedy, 0, table)
+        chunks.append(PrefillChunk(0, ids[:PROMPT], is_last=True, is_cached=False, init=init))
+    part = PrefillPart(rows, rows, chunks, max_context_len=PROMPT)
+    runner.launch(ScheduledBatch(prefill=part)).token_ids()
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         inputs = runner.rows.decode_inputs(rows, runner.config.max_model_len)
@@ -105,14 +109,17 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
 
     with torch.inference_mode(), autotune.applied(runner._tuned_matmuls):
         device_rows = torch.tensor(rows + [-1] * 2, device="cuda")  # adds 2 rows of padding
+        replay = step
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
-                step = DecodeGraphs(step, [len(device_rows)], runner.device).replay
+                layout = RowsLayout(len(device_rows))
+                graphs = StepGraphs(lambda _, rows: step(rows), [layout], runner.device)
+                replay = partial(graphs.replay, layout)
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
             forced = torch.tensor([ids[i] for ids in token_ids]).cuda()
             runner.rows.sampling.last_tokens[:NUM_SEQS] = forced
-            logits.append(step(device_rows)[:NUM_SEQS].clone())
+            logits.append(replay(device_rows)[:NUM_SEQS].clone())
         return torch.stack(logits)
 
 
@@ -161,6 +168,31 @@ def test_any_max_num_seqs_with_graphs(
         with make_llm(tiny_qwen3, device=device, **sizes) as llm:
             ids.append(greedy_ids(llm, prompts, 8))
     assert ids[0] == ids[1]
+
+
+def test_shared_prefixes_that_are_read_once_change_no_text(
+    tiny_qwen3: Path, ragged_prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of prompts, and some that share nothing, in fp32."""
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SAVED", 1)
+    monkeypatch.setattr(shared_prefix, "ENOUGH_SHARE", 0)
+    stems = [[(7 * i + j) % VOCAB_SIZE for i in range(48)] for j in range(2)]
+    prompts = [stems[i % 2] + [i, 3] for i in range(14)] + ragged_prompts[:4]
+    with make_llm(tiny_qwen3, device="cuda") as llm:
+        groups: list[int] = []
+        schedule = llm.scheduler.schedule
+
+        def spy() -> Any:
+            batch = schedule()
+            if batch is not None and batch.decode:
+                groups.append(len(batch.decode.prefix_groups))
+            return batch
+
+        llm.scheduler.schedule = spy  # type: ignore[method-assign]
+        ids = greedy_ids(llm, prompts, 24)
+    assert max(groups) == 2
+    with make_llm(tiny_qwen3, enable_prefix_caching=False) as llm:
+        assert greedy_ids(llm, prompts, 24) == ids
 
 
 @pytest.mark.parametrize("kind", ["o_proj", "gate_up_proj", "down_proj"])

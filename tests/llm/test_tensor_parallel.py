@@ -94,7 +94,7 @@ def test_chunks_cache_hits_and_waiting_for_each_step(
     monkeypatch.setattr(pair.config, "async_scheduling", is_async)
     sent = sent_batches(pair, monkeypatch)
     assert mixed_ids(pair, ragged_prompts) == expected
-    assert max(batch_of(message).num_tokens for message in sent) <= max(budget, len(ragged_prompts))
+    assert max(batch_of(message).num_prefilled for message in sent) <= budget
     assert mixed_ids(pair, ragged_prompts) == expected
 
 
@@ -134,10 +134,10 @@ def test_only_what_a_step_computes_crosses(pair: LLM, monkeypatch: pytest.Monkey
     sent = sent_batches(pair, monkeypatch)
     greedy_ids(pair, [[*shared, 200 + i] for i in range(32)], 4)
     prefill, *decodes = map(batch_of, sent)
-    assert [chunk.start for chunk in prefill.chunks] == [96] * 32
-    assert prefill.num_tokens == 32 * 5
-    assert len(decodes) == 3
-    assert all(len(batch.rows) == 32 for batch in decodes)
+    assert prefill.prefill is not None
+    assert [chunk.start for chunk in prefill.prefill.chunks] == [96] * 32
+    assert prefill.num_prefilled == 32 * 5
+    assert [(batch.num_prefilled, batch.num_decoded) for batch in decodes] == [(0, 32)] * 3
     assert max(map(len, sent[1:])) < 500
 
 

@@ -89,6 +89,8 @@ def _norm_rope_store(arguments, x_like, data_like, chunk):
             if arguments[4]:
                 _normalise(qkv, i, q_weight if i < k else k_weight, as_float(arguments[15]))
             _rotate(qkv, i, cos_sin, positions[token])
+        if slot < 0:
+            continue
         for head in range(kv_heads):
             _store(qkv, k + head, k_cache, slot + head)
             _store(qkv, v + head, v_cache, slot + head)
@@ -123,8 +125,7 @@ def norm_rope_store(
 ) -> None:
     """Does what `norm_rope_store` of kernels/qkv.py does, with the same arguments.
 
-    K and V are rounded to the cache's dtype in `qkv` as well. Slots must not be -1: only CUDA
-    graphs have padding tokens.
+    K and V are rounded to the cache's dtype in `qkv` as well, where they are stored.
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape

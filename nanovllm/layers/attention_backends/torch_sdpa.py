@@ -2,7 +2,8 @@
 
 Prefill takes one sequence at a time, without padding. Decode takes a few sequences at a time, and
 neighbours, which the scheduler has sorted by length: what is short of the longest is padded with
-its own first token, and masked. On a CPU each call costs more than its arithmetic, so they are few.
+its own first token, and masked. On a CPU each call costs more than its arithmetic, so they are few;
+but a group never has more padding than tokens.
 """
 
 from dataclasses import dataclass
@@ -81,8 +82,7 @@ def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> lis
     """Groups the sequences of a decode step, each with its neighbours."""
     assert context.block_tables is not None
     groups = []
-    for first in range(0, len(context.context_lens), GROUP_SIZE):
-        members = slice(first, first + GROUP_SIZE)
+    for members in _slices(context.context_lens.tolist()):
         lens = context.context_lens[members].unsqueeze(1)
         positions = torch.arange(int(lens.max()), device=lens.device)
         is_padding = positions >= lens  # [g, length]
@@ -96,6 +96,22 @@ def _decode_groups(context: Context, block_size: int, dtype: torch.dtype) -> lis
         empty = is_empty.unsqueeze(2) if is_empty.any() else None
         groups.append(_Group(members, slots.flatten(), mask[:, None, None], empty))
     return groups
+
+
+def _slices(lens: list[int]) -> list[slice]:
+    """Cuts a batch of these context lengths into groups of at most `GROUP_SIZE` neighbours.
+
+    A group ends where one more sequence would make more padding than the group has tokens.
+    """
+    slices: list[slice] = []
+    first = 0
+    for end in range(1, len(lens) + 1):
+        group = lens[first : end + 1]  # with the next one
+        is_full = end - first == GROUP_SIZE or end == len(lens)
+        if is_full or max(group) * len(group) > 2 * sum(group):
+            slices.append(slice(first, end))
+            first = end
+    return slices
 
 
 def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:

@@ -32,14 +32,21 @@ class TritonBackend:
             context.block_tables,
             context.cu_seqlens_q,
             context.cu_seqlens_k,
-            context.max_seqlen_q,
+            context.max_seqlen_k,
             scale,
         )
         return out
 
     def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
         assert context.block_tables is not None
-        out: Tensor = self._decode(q, *cache, context.block_tables, context.context_lens, scale)
+        out: Tensor = self._decode(
+            q,
+            *cache,
+            context.block_tables,
+            context.context_lens,
+            scale,
+            prefixes=context.shared_prefixes,
+        )
         return out
 
     def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
