@@ -7,14 +7,15 @@ step compiles anything after construction. Offsets into the K/V pool are 64 bits
 
 import functools
 import logging
+from time import perf_counter
 from types import ModuleType
 
 import torch
 
-from nanovllm.utils.cpu_features import has_instructions, has_onednn
+from nanovllm.utils.cpu_features import has_instructions, has_onednn, widens_halves
 
 logger = logging.getLogger(__name__)
-CPU_DTYPES = (torch.bfloat16, torch.float32)
+CPU_DTYPES = (torch.bfloat16, torch.float32)  # of activations
 
 
 def cpu_kernels(x: torch.Tensor) -> ModuleType | None:
@@ -28,25 +29,34 @@ def cpu_kernels(x: torch.Tensor) -> ModuleType | None:
 
 @functools.cache
 def cpu_module() -> ModuleType | None:
-    """Returns the module `kernels.cpu`; None if numba is missing or fails."""
+    """Returns the module `kernels.cpu`; None if the CPU is too old, or numba missing or broken."""
+    if not widens_halves():
+        return None
     try:
         from nanovllm.kernels import cpu
 
-        cpu.compile_any()
+        cpu.compile_threads()
     except Exception as error:  # numba is missing or rejects this numpy; torch does the work
         logger.warning("no kernels for the CPU, it is slower without: %r", error)
         return None
     return cpu
 
 
-@functools.cache
-def compile_cpu_kernels(dtype: torch.dtype) -> ModuleType | None:
-    """Compiles the kernels of `kernels.cpu` for K/V in `dtype` and returns that module, or None."""
+def compile_cpu_kernels(dtype: torch.dtype, has_attention: bool) -> None:
+    """Compiles all kernels of `kernels.cpu` that an engine with weights and K/V in `dtype` runs.
+
+    has_attention: whether it attends by them, too. What numba has compiled before, in any process,
+    it finds on disk.
+    """
+    x = torch.float32 if cpu_multiplies(dtype) else dtype
     cpu = cpu_module()
-    if cpu is None or dtype not in CPU_DTYPES:
-        return None
-    cpu.compile_kernels(torch.float32 if cpu_multiplies(dtype) else dtype, dtype)
-    return cpu
+    if cpu is None or x not in CPU_DTYPES:
+        return
+    start = perf_counter()
+    cpu.compile_kernels(x, dtype, has_attention)
+    seconds = perf_counter() - start
+    if seconds > 1:
+        logger.info("compiled the kernels for this CPU in %.0f s, and keeps them on disk", seconds)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The gated activation of SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,7 +13,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         from nanovllm.kernels import activation
 
         return activation.silu_and_mul(gate_up)
-    if gate_up.dim() == 2 and (cpu := cpu_kernels(gate_up)) is not None:
+    is_plain = gate_up.dtype == torch.float32 and gate_up.dim() == 2
+    if is_plain and (cpu := cpu_kernels(gate_up)) is not None:
         out: Tensor = cpu.silu_and_mul(gate_up)
         return out
     gate, up = gate_up.chunk(2, dim=-1)

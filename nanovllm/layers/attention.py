@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels import CPU_DTYPES, cpu_kernels
+from nanovllm.kernels import cpu_kernels
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         assert self.backend is not None, "the runner binds a backend before the first step"
         qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        kernels = _fused_kernels(qkv, self.cache)
+        kernels = _fused_kernels(qkv)
         if kernels is not None:  # in place: q and k are views of qkv
             kernels.norm_rope_store(
                 qkv,
@@ -104,13 +104,13 @@ class Attention(nn.Module):
         return out.flatten(1)
 
 
-def _fused_kernels(qkv: Tensor, cache: LayerCache) -> ModuleType | None:
+def _fused_kernels(qkv: Tensor) -> ModuleType | None:
     """Returns the module with a fused `norm_rope_store` for this tensor, None if there is none."""
     if qkv.is_cuda:
         from nanovllm.kernels import qkv as cuda_kernels
 
         return cuda_kernels
-    return cpu_kernels(qkv) if cache.k.dtype in CPU_DTYPES else None
+    return cpu_kernels(qkv)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:

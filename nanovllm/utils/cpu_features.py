@@ -1,13 +1,22 @@
-"""What oneDNN and this CPU can multiply. It depends on the CPU, the dtype and the torch version."""
+"""What this CPU and oneDNN can do. It depends on the CPU, the dtype and the torch version."""
 
 import platform
 
 import torch
 
 
+def is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def widens_halves() -> bool:
+    """Whether this CPU has instructions that widen fp16. x86 CPUs have them together with AVX2."""
+    return not is_x86() or torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
 def has_onednn() -> bool:
     """Whether this is an x86 CPU and a torch with oneDNN."""
-    return torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+    return torch.backends.mkldnn.is_available() and is_x86()
 
 
 def can_multiply(dtype: torch.dtype) -> bool:

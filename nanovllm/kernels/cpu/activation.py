@@ -7,7 +7,7 @@ import torch
 from numba import carray, njit
 
 from nanovllm.kernels.cpu.compile import address_of
-from nanovllm.kernels.cpu.storage import exp, load, pointer, rounded
+from nanovllm.kernels.cpu.storage import exp, pointer
 from nanovllm.kernels.cpu.threads import rows_per_chunk, run
 
 
@@ -15,9 +15,8 @@ from nanovllm.kernels.cpu.threads import rows_per_chunk, run
 def _silu_row(gate_up, i, out):
     size = out.shape[1]
     for j in range(size):
-        gate = load(gate_up[i, j])
-        silu = load(rounded(gate / (np.float32(1) + exp(-gate)), out))
-        out[i, j] = rounded(silu * load(gate_up[i, size + j]), out)
+        gate = gate_up[i, j]
+        out[i, j] = gate / (np.float32(1) + exp(-gate)) * gate_up[i, size + j]
 
 
 def _silu_and_mul(arguments, x_like, data_like, chunk):
@@ -33,8 +32,9 @@ _pack_arguments = struct.Struct("5q").pack
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes SiLU(gate) * up: gate_up [t, 2 * n], gate | up -> [t, n]."""
+    """Computes SiLU(gate) * up: gate_up fp32 [t, 2 * n], gate | up -> [t, n]."""
     num_tokens, size = gate_up.shape
+    assert gate_up.dtype == torch.float32
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(num_tokens, size // 2)
     rows = rows_per_chunk(gate_up)

@@ -42,6 +42,11 @@ def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
     return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous()
 
 
+def rows(packed: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Returns rows of the weight that was packed: indices int64 [t] -> [t, size]"""
+    return packed[indices // WIDTH, :, indices % WIDTH]
+
+
 def padded(bias: torch.Tensor) -> torch.Tensor:
     """Returns a bias [n] in fp32, with zeros behind it in its storage up to a multiple of WIDTH."""
     storage = torch.zeros(-(-len(bias) // WIDTH) * WIDTH, dtype=torch.float32)

@@ -2,15 +2,16 @@
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-# fp16 is only multiplied by, which matmul.py does; the functions here know the other two.
 STORAGE = {
     torch.bfloat16: types.uint16,
     torch.float16: types.int16,
     torch.float32: types.float32,
 }
+_HALF, _FLOAT = ir.HalfType(), ir.FloatType()
 
 
 @intrinsic
@@ -49,6 +50,26 @@ def as_float(bits):
     return np.float32(np.int64(bits).view(np.float64))
 
 
+@intrinsic
+def _widened(typing_context, bits):
+    """Returns the fp16 number of these bits as fp32."""
+
+    def generate(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], _HALF), _FLOAT)
+
+    return types.float32(types.int16), generate
+
+
+@intrinsic
+def _narrowed(typing_context, value):
+    """Returns the bits of an fp32 number in fp16, rounded to nearest, ties to even."""
+
+    def generate(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], _HALF), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
 def load(bits):
     """Returns a stored value as fp32."""
 
@@ -57,6 +78,8 @@ def load(bits):
 def _load(bits):
     if isinstance(bits, types.Float):
         return lambda bits: bits
+    if bits.signed:
+        return lambda bits: _widened(bits)
     return lambda bits: np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
@@ -73,7 +96,9 @@ def _rounded(value, like):
         nearest = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + is_odd))
         return np.uint16(nearest >> np.uint32(16))
 
-    return (lambda value, like: value) if isinstance(like.dtype, types.Float) else to_bf16
+    if isinstance(like.dtype, types.Float):
+        return lambda value, like: value
+    return (lambda value, like: _narrowed(np.float32(value))) if like.dtype.signed else to_bf16
 
 
 # exp(x) = 2^n * e^r, |r| <= log(2) / 2, and e^r by a polynomial (S. Moshier, Cephes, expf).

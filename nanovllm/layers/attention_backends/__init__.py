@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels import CPU_DTYPES, cpu_module
+from nanovllm.kernels import cpu_module, cpu_multiplies
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.attention_backends.flash_attn import BLOCK_MULTIPLE, FlashAttnBackend
 from nanovllm.layers.attention_backends.numba import NumbaBackend
@@ -74,10 +74,10 @@ def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
 def _unfit_for_numba(layout: AttentionLayout) -> str | None:
     if layout.device.type != "cpu":
         return f"it needs a CPU, the device is {layout.device.type!r}; use 'auto'"
-    if layout.dtype not in CPU_DTYPES:
-        return f"dtype {layout.dtype} is neither bfloat16 nor float32; use 'torch'"
     if cpu_module() is None:
-        return "numba is missing or does not work here; pip install numba, or use 'torch'"
+        return "it needs numba and, on x86, a CPU with AVX2; pip install numba, or use 'torch'"
+    if not cpu_multiplies(layout.dtype):
+        return f"oneDNN or torch multiplies in {layout.dtype} here, on other threads; use 'torch'"
     return None
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import cpu_kernels
+from nanovllm.kernels import cpu_module
 from nanovllm.layers.attention import LayerCache
-from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.utils.context import Context
 
 
@@ -22,48 +21,47 @@ class _DecodeTokens:
     lens: Tensor
 
 
-class NumbaBackend(TorchBackend):
-    """Leaves prefills with activations in half precision to torch."""
+class NumbaBackend:
+    """Takes activations in fp32, which are those of packed weights."""
 
     name = "numba"
 
     def __init__(self) -> None:
-        super().__init__()
         # Of the latest step: every layer of a step passes the same context.
         self._tokens: tuple[Context, _DecodeTokens] | None = None
         self._plan: tuple[Context, Any] | None = None
+        cpu = cpu_module()
+        assert cpu is not None
+        self._kernels = cpu
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
     ) -> Tensor:
-        cpu = cpu_kernels(q)
-        if cpu is None or q.dtype != torch.float32:
-            return super().prefill(q, k, v, cache, scale, context)
         _, block_size, kv_heads, head_dim = cache.k.shape
         if self._plan is None or self._plan[0] is not context:
             assert context.cu_seqlens_q is not None
             starts, lens = context.cu_seqlens_q.tolist(), context.context_lens.tolist()
             tables = _tables(context, starts, block_size)
             group = q.shape[1] // kv_heads
-            plan = cpu.plan_prefill(starts, lens, tables, group, (kv_heads, head_dim))
+            plan = self._kernels.plan_prefill(starts, lens, tables, group, (kv_heads, head_dim))
             self._plan = context, plan
-        out: Tensor = cpu.attend_many(q, *cache, scale, self._plan[1])
+        out: Tensor = self._kernels.attend_many(q, *cache, scale, self._plan[1])
         return out
 
     def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
-        cpu = cpu_kernels(q)
-        if cpu is None:
-            return super().decode(q, cache, scale, context)
         if self._tokens is None or self._tokens[0] is not context:
             assert context.block_tables is not None
             lens = context.context_lens.long()
             tokens = _DecodeTokens(context.block_tables.long(), torch.arange(len(lens)), lens)
             self._tokens = context, tokens
         tokens = self._tokens[1]
-        out: Tensor = cpu.attend(
-            q, *cache, scale, tokens.tables, tokens.seqs, tokens.lens, context.max_seqlen_k
+        out: Tensor = self._kernels.attend(
+            q, *cache, scale, tokens.tables, tokens.seqs, tokens.lens
         )
         return out
+
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+        return []  # all is compiled by dtype alone
 
 
 def _tables(context: Context, starts: list[int], block_size: int) -> Tensor:
