@@ -30,6 +30,16 @@ def activation_dtype(weight: Tensor) -> torch.dtype:
     return torch.float32 if are_packed(weight) else weight.dtype
 
 
+def look_up(ids: Tensor, weight: Tensor) -> Tensor:
+    """Returns rows of an embedding's weight, which may be packed: ids int64 [t] -> [t, size]."""
+    if isinstance(weight, PackedWeight):
+        cpu = cpu_module()
+        assert cpu is not None
+        found: Tensor = cpu.rows(weight, ids)
+        return found
+    return nn.functional.embedding(ids, weight)
+
+
 def arranged(weight: nn.Parameter) -> nn.Parameter:
     """Returns a copy of `weight` [n, size] in the layout that is fastest here, or itself."""
     if not are_packed(weight):
@@ -50,6 +60,13 @@ def plain(weight: nn.Parameter) -> nn.Parameter:
     assert cpu is not None
     data = cpu.unpack(weight.data, weight.num_features)
     return keep_weight_loader(nn.Parameter(data, requires_grad=False), weight)
+
+
+def converted(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Returns the parameter in `dtype`: itself if it has that, else a copy."""
+    if param.dtype == dtype:
+        return param
+    return keep_weight_loader(nn.Parameter(param.to(dtype), requires_grad=False), param)
 
 
 def arranged_bias(bias: nn.Parameter, weight: Tensor) -> nn.Parameter:

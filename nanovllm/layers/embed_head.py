@@ -1,10 +1,9 @@
 """Token embedding and LM head, their rows (vocabulary entries) split over the ranks."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.cpu_weights import activation_dtype, arranged, plain
+from nanovllm.layers.cpu_weights import PackedWeight, activation_dtype, arranged, look_up, plain
 from nanovllm.layers.linear import linear
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
@@ -33,7 +32,7 @@ class VocabParallelEmbedding(nn.Module):
         self.dtype = self.weight.dtype
 
     def start_loading(self) -> None:
-        """Needs no change: rows are looked up in the checkpoint's layout."""
+        self.weight = plain(self.weight)
 
     def finish_loading(self) -> None:
         self.dtype = activation_dtype(self.weight)
@@ -41,14 +40,14 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [t] -> [t, hidden_size]"""
         if self.group.size == 1:
-            return F.embedding(input_ids, self.weight).to(self.dtype)
+            return look_up(input_ids, self.weight).to(self.dtype)
         if input_ids.is_cuda:
             from nanovllm.kernels.embedding import embed_share
 
             return embed_share(input_ids, self.weight, self.first_id, self.num_ids)
         local = input_ids - self.first_id
         is_mine = (local >= 0) & (local < self.num_ids)
-        return (F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)).to(self.dtype)
+        return (look_up(local * is_mine, self.weight) * is_mine.unsqueeze(-1)).to(self.dtype)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -66,13 +65,21 @@ class ParallelLMHead(VocabParallelEmbedding):
     ) -> None:
         tied = None if embedding is None else embedding.weight
         super().__init__(group, vocab_size, hidden_size, tied)
-        self._tied = (tied,)  # in a tuple, so that the module has the parameter once
+        self._embedding = (embedding,)  # in a tuple, so that the module has its parameter once
 
     def start_loading(self) -> None:
-        self.weight = self._tied[0] if self._tied[0] is not None else plain(self.weight)
+        embedding = self._embedding[0]
+        if embedding is None:
+            self.weight = plain(self.weight)
+        else:
+            embedding.start_loading()
+            self.weight = embedding.weight
 
     def finish_loading(self) -> None:
-        self.weight = arranged(self.weight)  # the embedding keeps its own, to look up rows
+        self.weight = arranged(self.weight)
+        embedding = self._embedding[0]
+        if embedding is not None and isinstance(self.weight, PackedWeight):
+            embedding.weight = self.weight  # else it keeps its own, to look up rows
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> logits [n, share] of the token ids from `first_id` on"""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.cpu_weights import arranged, arranged_bias, multiply, plain
+from nanovllm.layers.cpu_weights import arranged, arranged_bias, converted, multiply, plain
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
@@ -60,6 +60,8 @@ class Linear(nn.Module):
 
     def start_loading(self) -> None:
         self.weight = plain(self.weight)
+        if self.bias is not None:
+            self.bias = converted(self.bias, self.weight.dtype)
 
     def finish_loading(self) -> None:
         self.weight = arranged(self.weight)
