@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm import SamplingParams, kernels
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.attention import LayerCache, store_kv
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.closeness import assert_close
-from tests.helpers.engines import make_llm
+from tests.helpers.engines import greedy_ids, make_llm
 
 pytest.importorskip("numba")
 import numba
@@ -170,6 +171,32 @@ def test_nothing_is_compiled_after_construction(
             llm.generate(prompts, params, use_tqdm=False)
         assert compile_module._code.cache_info().misses == compiled
         assert compile_module.address_of.cache_info().currsize == known
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_all_logits_of_a_batch_are_to_the_bit_those_of_each_request_alone(
+    dtype: str, tiny_qwen3: Path
+) -> None:
+    if not kernels.cpu_multiplies(getattr(torch, dtype)):
+        pytest.skip("oneDNN or torch multiplies, and sums as the number of rows suggests")
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randint(1, 90, (32,), generator=generator).tolist()
+    prompts = [torch.randint(2, 512, (n,), generator=generator).tolist() for n in lens]
+
+    def logits(batches: list[list[list[int]]]) -> set[bytes]:
+        rows: set[bytes] = set()
+        with make_llm(tiny_qwen3, dtype=dtype, enable_prefix_caching=False) as llm:
+            assert isinstance(llm._runner, ModelRunner)
+            llm._runner.sampler.register_forward_pre_hook(
+                lambda _, args: rows.update(row.numpy().tobytes() for row in args[0])
+            )
+            for batch in batches:
+                greedy_ids(llm, batch, max_tokens=8)
+        return rows
+
+    together = logits([prompts])
+    assert len(together) == 8 * len(prompts)
+    assert together == logits([[prompt] for prompt in prompts])
 
 
 @pytest.mark.parametrize("failure", ["import", "compilation", "no AVX2"])
