@@ -57,6 +57,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
+def _max_of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest logit of each row [n] and its first place, int64 [n]."""
+    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
+    if is_plain and (cpu := cpu_kernels(logits)) is not None:
+        values, index = cpu.max_of_rows(logits)
+        return values, index
+    largest = logits.max(dim=-1)
+    return largest.values, largest.indices
+
+
 def best_tokens(
     logits: Tensor, rows: Tensor, state: SamplingState, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -65,9 +75,7 @@ def best_tokens(
     logits [n, v] of the token ids from `first_id` on; rows int64 [n] of `state`
     -> scores fp32 [n], token ids int64 [n]
     """
-    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
-    cpu = cpu_kernels(logits) if is_plain else None
-    scores, index = logits.max(dim=-1) if cpu is None else cpu.max_of_rows(logits)
+    scores, index = _max_of_rows(logits)
     scores = scores.float()
     temperatures = state.temperatures[rows]
     seeds, positions = state.seeds[rows], state.context_lens[rows]
