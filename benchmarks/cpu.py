@@ -1,11 +1,13 @@
 """Compares nanovllm with Hugging Face's `generate` on the CPU, in tokens per second.
 
 Run: python -m benchmarks.cpu --model DIR [--batch 8] [--tokens 64] [--threads N] [--repeats 3]
+OpenVINO GenAI joins with --openvino DIR, the same model and its tokenizers in OpenVINO's format:
+    optimum-cli export openvino --model DIR --task text-generation-with-past OUT
 
 Decode: a batch of chat prompts gets the same number of greedy tokens each, stop tokens ignored;
 completion tokens over the wall time of the whole call. Prefill: one prompt of `--prefill` random
-ids gets one token; prompt tokens over the wall time. Both engines run in this process, on the same
-threads and in turns, so that other load on the machine affects both. The best run of each counts.
+ids gets one token; prompt tokens over the wall time. All engines run in this process, on as many
+threads and in turns, so that other load on the machine affects all. The best run of each counts.
 """
 
 import argparse
@@ -75,6 +77,32 @@ class NanoVLLM:
         return [output["token_ids"] for output in outputs]
 
 
+class OpenVINO:
+    """Runs with continuous batching and without a prefix cache. `pip install openvino-genai`."""
+
+    def __init__(self, model: str, num_threads: int) -> None:
+        import openvino_genai
+
+        self.genai = openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.cache_size = 1  # GB
+        properties = {"INFERENCE_NUM_THREADS": num_threads, "INFERENCE_PRECISION_HINT": "f32"}
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+            model, scheduler, "CPU", properties
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        import openvino
+
+        config = self.genai.GenerationConfig()
+        config.min_new_tokens = config.max_new_tokens = num_tokens
+        config.ignore_eos, config.do_sample = True, False
+        tensors = [openvino.Tensor(torch.tensor([prompt]).numpy()) for prompt in prompts]
+        results = self.pipeline.generate(tensors, [config] * len(prompts))
+        return [list(result.m_generation_ids[0]) for result in results]
+
+
 def time_engines(
     engines: Mapping[str, Generate], prompts: list[list[int]], num_tokens: int, repeats: int
 ) -> dict[str, list[float]]:
@@ -92,11 +120,12 @@ def time_engines(
 
 
 def report(what: str, num_tokens: int, seconds: dict[str, list[float]]) -> None:
-    """Prints the tokens per second of each engine's best run, and their ratio."""
+    """Prints the tokens per second of each engine's best run, and ours, the last, over each."""
     rates = {name: num_tokens / min(runs) for name, runs in seconds.items()}
-    hugging_face, ours = rates.values()
     line = ", ".join(f"{name} {rate:.1f} tok/s" for name, rate in rates.items())
-    print(f"{what}: {line}, ratio {ours / hugging_face:.2f}", flush=True)
+    *peers, ours = rates.values()
+    ratios = " and ".join(f"{ours / peer:.2f}" for peer in peers)
+    print(f"{what}: {line}, ratio {ratios}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="checkpoint directory with a tokenizer")
+    parser.add_argument("--openvino", help="directory of the model in OpenVINO's format")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--batch", type=int, default=8, help="prompts")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt")
@@ -122,7 +152,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(*about, f"transformers {transformers.__version__}", args.dtype, sep=", ", flush=True)
     hugging_face = HuggingFace(args.model, getattr(torch, args.dtype))
     ours = NanoVLLM(args.model, args.dtype, args.batch)
-    engines = {"transformers": hugging_face.generate, "nanovllm": ours.generate}
+    engines: dict[str, Generate] = {"transformers": hugging_face.generate}
+    if args.openvino is not None:
+        engines["openvino"] = OpenVINO(args.openvino, torch.get_num_threads()).generate
+    engines["nanovllm"] = ours.generate
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(args.batch)]
     prompts = [list(tokenizer.encode(chat_prompt(tokenizer, text))) for text in questions]

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.kernels import compile_cpu_kernels
+from nanovllm.kernels import cpu_kernels
 from nanovllm.layers.attention_backends import (
     BACKENDS,
     AttentionLayout,
     select_backend,
     unfit_reason,
 )
-from nanovllm.layers.onednn import reordered
+from nanovllm.layers.cpu_weights import PackedWeight, activation_dtype, arranged
 from nanovllm.models import model_outline
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
@@ -105,10 +105,12 @@ def engine_choices(config: Config) -> dict[str, str]:
             is_tuned and backend != "torch"
         )
     else:
-        weight = reordered(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
-        has_kernels = compile_cpu_kernels(dtype) is not None
-        found["kernels"] = "numba in small steps, else torch" if has_kernels else "torch"
+        weight = arranged(nn.Parameter(torch.zeros(64, 64, dtype=dtype), requires_grad=False))
+        x = torch.empty(1, dtype=activation_dtype(weight))
+        found["kernels"] = "torch" if cpu_kernels(x) is None else "numba"
         layout_name = "oneDNN's" if weight.is_mkldnn else "torch's"
+        if isinstance(weight, PackedWeight):
+            layout_name = "numba's"
         found["matmul"] = f"weights in {layout_name} layout, {_name(weight.dtype)}"
     reasons = {f"not {name}": unfit_reason(name, layout) for name in BACKENDS}
     return found | {name: reason for name, reason in reasons.items() if reason is not None}

@@ -28,7 +28,8 @@ ALLOWED = {
 # Package -> the path prefixes that may import it.
 CONFINED = {
     "triton": ("kernels/",),
-    "numba": ("kernels/cpu.py",),
+    "numba": ("kernels/cpu/",),
+    "llvmlite": ("kernels/cpu/",),
     "flash_attn": ("layers/attention_backends/",),
     "torch.distributed": ("utils/distributed.py", "utils/gpu_links.py"),
     "multiprocessing": ("engine/executor.py", "engine/worker", "engine/ipc.py"),
@@ -100,6 +101,7 @@ def test_the_torch_free_modules_exist() -> None:
         ("engine/cuda_graph.py", "from multiprocessing.shared_memory import SharedMemory"),
         ("engine/model_runner.py", "from torch import distributed as dist"),
         ("layers/attention.py", "from flash_attn import flash_attn_func"),
+        ("layers/cpu_weights.py", "from llvmlite import ir"),
         ("llm.py", "import importlib\nimportlib.import_module('triton')"),
     ],
 )

@@ -6,11 +6,13 @@ state. Results are those of rank 0. A call that fails on any rank ends the engin
 not be brought into step again.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
 from typing import Any
+
+import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
@@ -25,12 +27,14 @@ class TensorParallelExecutor:
     def __init__(self, config: Config) -> None:
         _check(config)
         self._ranks = _Ranks()
+        self._config = config
         # At the interpreter's end it runs before multiprocessing joins what is left, unlike
         # weakref.finalize; in a forked child never.
         self._finalizer = Finalize(self, self._ranks.end, exitpriority=0)
         try:
             group = self._ranks.workers.start(config)
-            runner = self._ranks.runner = ModelRunner(config.on_rank(0), group)
+            with _share_of_threads(config):
+                runner = self._ranks.runner = ModelRunner(config.on_rank(0), group)
         except BaseException as error:
             self._fail(error)
             raise
@@ -50,7 +54,8 @@ class TensorParallelExecutor:
             raise RankDiedError("a step has failed on one of the ranks; make a new LLM")
         try:
             self._ranks.workers.send(method, *arguments)
-            return getattr(runner, method)(*arguments)
+            with _share_of_threads(self._config):
+                return getattr(runner, method)(*arguments)
         except BaseException as error:
             self._fail(error)
             raise
@@ -70,6 +75,20 @@ class TensorParallelExecutor:
                 self._ranks.end(gently=False)
         if cause is not None and cause is not error:
             raise cause from None
+
+
+@contextmanager
+def _share_of_threads(config: Config) -> Iterator[None]:
+    """Leaves the other ranks their share of the CPU's threads; the caller has all again after."""
+    num_threads = torch.get_num_threads()
+    if config.torch_device.type != "cpu" or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(max(num_threads // config.tensor_parallel_size, 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class _Ranks:

@@ -59,7 +59,8 @@ class ModelRunner:
                 self._boot_gpu(free_at_start)
             else:
                 self.kv_cache.allocate_on_cpu()
-                compile_cpu_kernels(config.torch_dtype)
+                has_attention = self.backend.name == "numba"
+                compile_cpu_kernels(config.torch_dtype, has_attention)
 
     @property
     def num_blocks(self) -> int:
@@ -187,7 +188,7 @@ class ModelRunner:
             num_sampled,
             max_seqlen_q=max(len(chunk.token_ids) for chunk in part.chunks),
             max_context_len=part.max_context_len,
-            is_paged=any(chunk.start for chunk in part.chunks),
+            is_paged=any(chunk.start or chunk.is_cached for chunk in part.chunks),
         )
 
     def prefill_step(

@@ -31,14 +31,18 @@ def connect(config: Config, rank: int, store_file: str) -> TPGroup:
 
 
 def worker_main(
-    config: Config, rank: int, store_file: str, channel: Channel, pipe: Connection
+    config: Config,
+    rank: int,
+    num_threads: int,
+    store_file: str,
+    channel: Channel,
+    pipe: Connection,
 ) -> None:
     """Runs a worker process: it reports that it is there, builds its runner, and serves it."""
     watcher = Thread(target=_exit_with_parent, args=(pipe, Path(store_file).parent), daemon=True)
     watcher.start()
-    size = config.tensor_parallel_size
     try:
-        torch.set_num_threads(max(torch.get_num_threads() // size, 1))
+        torch.set_num_threads(num_threads)
         if config.torch_device.type == "cuda":
             torch.cuda.set_device(config.torch_device)
         receiver = Receiver(channel, rank - 1)

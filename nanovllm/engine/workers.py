@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any
 
+import torch
+
 from nanovllm.config import Config
 from nanovllm.engine.ipc import Sender
 from nanovllm.engine.worker_process import connect, worker_main
@@ -83,7 +85,14 @@ class Workers:
             pipe, workers_pipe = context.Pipe()
             process = context.Process(
                 target=worker_main,
-                args=(config.on_rank(rank), rank, store_file, self._sender.channel, workers_pipe),
+                args=(
+                    config.on_rank(rank),
+                    rank,
+                    max(torch.get_num_threads() // size, 1),
+                    store_file,
+                    self._sender.channel,
+                    workers_pipe,
+                ),
                 name=f"nanovllm-rank-{rank}",
                 daemon=True,
             )

@@ -1,7 +1,10 @@
 """The gated activation of SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanovllm.kernels import cpu_kernels
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -10,5 +13,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         from nanovllm.kernels import activation
 
         return activation.silu_and_mul(gate_up)
+    is_plain = gate_up.dtype == torch.float32 and gate_up.dim() == 2
+    if is_plain and (cpu := cpu_kernels(gate_up)) is not None:
+        out: Tensor = cpu.silu_and_mul(gate_up)
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

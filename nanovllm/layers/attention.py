@@ -94,7 +94,9 @@ class Attention(nn.Module):
             if norms is not None:
                 qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
             q, k = rotary(positions, qk).split([self.num_heads, self.num_kv_heads], dim=1)
+            k, v = k.to(self.cache.k.dtype), v.to(self.cache.v.dtype)
             store_kv(k, v, self.cache, context.slot_mapping)
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if context.cu_seqlens_q is None:
             out = self.backend.decode(q, self.cache, self.scale, context)
         else:

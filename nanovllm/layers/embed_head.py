@@ -1,11 +1,10 @@
 """Token embedding and LM head, their rows (vocabulary entries) split over the ranks."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.layers.cpu_weights import PackedWeight, activation_dtype, arranged, look_up, plain
 from nanovllm.layers.linear import linear
-from nanovllm.layers.onednn import dense, reordered
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
@@ -30,18 +29,25 @@ class VocabParallelEmbedding(nn.Module):
         self.weight.data[self.num_ids :].zero_()
         shard = Shard(full=vocab_size, source=self.first_id, target=0, size=self.num_ids)
         set_weight_loader(self.weight, WeightLoader({None: shard}))
+        self.dtype = self.weight.dtype
+
+    def start_loading(self) -> None:
+        self.weight = plain(self.weight)
+
+    def finish_loading(self) -> None:
+        self.dtype = activation_dtype(self.weight)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids int64 [t] -> [t, hidden_size]"""
         if self.group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return look_up(input_ids, self.weight).to(self.dtype)
         if input_ids.is_cuda:
             from nanovllm.kernels.embedding import embed_share
 
             return embed_share(input_ids, self.weight, self.first_id, self.num_ids)
         local = input_ids - self.first_id
         is_mine = (local >= 0) & (local < self.num_ids)
-        return F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
+        return (look_up(local * is_mine, self.weight) * is_mine.unsqueeze(-1)).to(self.dtype)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -59,17 +65,25 @@ class ParallelLMHead(VocabParallelEmbedding):
     ) -> None:
         tied = None if embedding is None else embedding.weight
         super().__init__(group, vocab_size, hidden_size, tied)
-        self._tied = (tied,)  # in a tuple, so that the module has the parameter once
+        self._embedding = (embedding,)  # in a tuple, so that the module has its parameter once
 
     def start_loading(self) -> None:
-        self.weight = self._tied[0] if self._tied[0] is not None else dense(self.weight)
+        embedding = self._embedding[0]
+        if embedding is None:
+            self.weight = plain(self.weight)
+        else:
+            embedding.start_loading()
+            self.weight = embedding.weight
 
     def finish_loading(self) -> None:
-        self.weight = reordered(self.weight)  # the embedding keeps its own, to look up rows
+        self.weight = arranged(self.weight)
+        embedding = self._embedding[0]
+        if embedding is not None and isinstance(self.weight, PackedWeight):
+            embedding.weight = self.weight  # else it keeps its own, to look up rows
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> logits [n, share] of the token ids from `first_id` on"""
         logits = linear(hidden, self.weight)
-        if self.num_ids < len(self.weight):
+        if self.num_ids < logits.shape[1]:
             logits[:, self.num_ids :] = float("-inf")
         return logits

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.kernels import cpu_kernels
+from nanovllm.layers.cpu_weights import activation_dtype, converted
 from nanovllm.utils.distributed import TPGroup
 
 
@@ -20,6 +21,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.group = group or TPGroup()
         self.weight = nn.Parameter(torch.empty(size))
+        self.dtype = self.weight.dtype  # a second load rounds to it as the first did
+
+    def start_loading(self) -> None:
+        self.weight = converted(self.weight, self.dtype)
+
+    def finish_loading(self) -> None:
+        self.weight = converted(self.weight, activation_dtype(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight  # in fp32 inside

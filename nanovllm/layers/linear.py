@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.onednn import dense, onednn_linear, reordered
+from nanovllm.layers.cpu_weights import arranged, arranged_bias, converted, multiply, plain
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import Shard, WeightLoader, set_weight_loader
 
@@ -37,15 +37,15 @@ MatmulTable = tuple[tuple[int, Matmul | None], ...]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes x W^T (+ bias) by torch or, for a weight in oneDNN's layout, by oneDNN."""
-    return onednn_linear(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
+    """Computes x W^T (+ bias) by torch, or by what serves the layout of a CPU's weight."""
+    return multiply(x, weight, bias) if weight.is_cpu else F.linear(x, weight, bias)
 
 
 class Linear(nn.Module):
     """y = x W^T (+ bias).
 
     matmuls: what few tokens are multiplied by while CUDA graphs are captured; else it is empty.
-    On a CPU the weight is kept in oneDNN's layout between loads.
+    On a CPU the weight is kept in the layout of cpu_weights.py between loads.
     """
 
     weight: nn.Parameter
@@ -60,10 +60,14 @@ class Linear(nn.Module):
         return self.weight.is_cuda and self.weight.itemsize == 2 and self.bias is None
 
     def start_loading(self) -> None:
-        self.weight = dense(self.weight)
+        self.weight = plain(self.weight)
+        if self.bias is not None:
+            self.bias = converted(self.bias, self.weight.dtype)
 
     def finish_loading(self) -> None:
-        self.weight = reordered(self.weight)
+        self.weight = arranged(self.weight)
+        if self.bias is not None:
+            self.bias = arranged_bias(self.bias, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., n]"""

@@ -1,14 +1,12 @@
 """Weights in oneDNN's own layout, in which x86 CPUs multiply few tokens about twice as fast.
 
-What oneDNN can do depends on the CPU, the dtype and the version of torch; all of that is known here
-alone. The layout is opaque: `to_dense()` undoes it.
+The layout is opaque: `to_dense()` undoes it.
 """
-
-import platform
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.utils import cpu_features
 from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.loader import keep_weight_loader
 
@@ -32,12 +30,12 @@ def reordered(weight: nn.Parameter) -> nn.Parameter:
     the copy is in fp32 there, if the host has memory to spare. The copy keeps the weight loader.
     """
     data: Tensor = weight
-    if weight.device.type != "cpu" or not _has_onednn():
+    if weight.device.type != "cpu" or not cpu_features.has_onednn():
         return weight
-    is_half = weight.itemsize == 2
-    if is_half and not _has_instructions(weight.dtype) and _has_memory_for(8 * weight.numel()):
+    is_slow = weight.itemsize == 2 and not cpu_features.has_instructions(weight.dtype)
+    if is_slow and _has_memory_for(8 * weight.numel()):
         data = weight.float()  # for a moment there are two copies in fp32
-    elif not _can_multiply(weight.dtype):
+    elif not cpu_features.can_multiply(weight.dtype):
         return weight
     copy = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(data), requires_grad=False)
     return keep_weight_loader(copy, weight)
@@ -50,31 +48,6 @@ def dense(weight: nn.Parameter) -> nn.Parameter:
     return keep_weight_loader(nn.Parameter(weight.to_dense(), requires_grad=False), weight)
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-
-
 def _has_memory_for(num_bytes: int) -> bool:
     memory = host_memory()
     return memory.available - num_bytes > KEPT_MEMORY * memory.total
-
-
-def _can_multiply(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies tensors of this dtype on this CPU, however slowly."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
-
-
-def _has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies in this dtype itself.
-
-    Where AVX-512 comes without bf16, oneDNN accepts bf16 but converts every weight to fp32.
-    """
-    has_bf16 = True
-    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        # Not there before torch 2.5.
-        has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)()
-    return has_bf16 and _can_multiply(dtype)

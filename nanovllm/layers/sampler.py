@@ -8,6 +8,7 @@ draws do not depend on its neighbours, on preemption, on chunking, or on who com
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels import cpu_kernels
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
 
@@ -56,6 +57,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
+def _max_of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest logit of each row [n] and its first place, int64 [n]."""
+    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
+    if is_plain and (cpu := cpu_kernels(logits)) is not None:
+        values, index = cpu.max_of_rows(logits)
+        return values, index
+    largest = logits.max(dim=-1)
+    return largest.values, largest.indices
+
+
 def best_tokens(
     logits: Tensor, rows: Tensor, state: SamplingState, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -64,7 +75,7 @@ def best_tokens(
     logits [n, v] of the token ids from `first_id` on; rows int64 [n] of `state`
     -> scores fp32 [n], token ids int64 [n]
     """
-    scores, index = logits.max(dim=-1)
+    scores, index = _max_of_rows(logits)
     scores = scores.float()
     temperatures = state.temperatures[rows]
     seeds, positions = state.seeds[rows], state.context_lens[rows]

@@ -26,3 +26,8 @@ def test_benchmark_prints_both_rates_and_their_ratio(
         found = re.search(r"transformers ([\d.]+) tok/s, nanovllm ([\d.]+) tok/s, ratio", result)
         assert found, result
         assert min(float(rate) for rate in found.groups()) > 0
+
+
+def test_ours_is_compared_with_each_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu.report("decode", 10, {"one": [1.0, 2.0], "another": [4.0, 3.0], "nanovllm": [0.5]})
+    assert capsys.readouterr().out.endswith("nanovllm 20.0 tok/s, ratio 2.00 and 6.00\n")

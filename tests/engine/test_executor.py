@@ -11,11 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import executor, workers
+from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.ipc import NUM_SLOTS
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.staging import FetchedIds
 from nanovllm.engine.workers import RankDiedError, Worker, Workers
 from nanovllm.utils.distributed import TPGroup
@@ -204,3 +207,23 @@ def test_engine_without_references_ends_even_in_another_ones_step(
     llm.step()  # leaves a step in flight
     del llm
     assert not worker.is_running()
+
+
+def test_rank_0_leaves_the_other_ranks_their_share_of_the_threads(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    previous, seen = torch.get_num_threads(), []
+    launch = ModelRunner.launch
+
+    def spy(runner: ModelRunner, batch: ScheduledBatch) -> FetchedIds:
+        seen.append(torch.get_num_threads())
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch", spy)
+    torch.set_num_threads(5)
+    try:
+        greedy_ids(make_ranks(tiny_qwen3), PROMPTS, 3)
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(previous)
+    assert set(seen) == {2}

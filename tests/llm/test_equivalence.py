@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
+from tests.helpers.closeness import assert_logits_close
 from tests.helpers.engines import SIZES, greedy_ids, make_llm
+from tests.helpers.reference import next_token_logits
 
 NUM_TOKENS = 24
 NUM_SLOTS = SIZES["num_kvcache_blocks"] * SIZES["kvcache_block_size"]
@@ -107,6 +109,12 @@ def test_block_sizes(
     llm = make(kvcache_block_size=block_size, num_kvcache_blocks=NUM_SLOTS // block_size)
     for _ in range(2):
         assert greedy_ids(llm, ragged_prompts, NUM_TOKENS) == expected
+
+
+def test_a_prompt_of_one_token_that_is_cached(make: MakeLLM) -> None:
+    llm = make(kvcache_block_size=1, num_kvcache_blocks=NUM_SLOTS)
+    first, again = (next_token_logits(llm, [[361]]) for _ in range(2))
+    assert_logits_close(again, first)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 17])

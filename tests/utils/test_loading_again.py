@@ -16,20 +16,28 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float32", "bfloat16"),
+        ("float16", "float16"),
+    ],
+)
 def test_a_second_load_gives_the_other_checkpoints_logits(
-    dtype: torch.dtype, is_tied: bool, tmp_path: Path
+    stored: str, dtype: str, is_tied: bool, tmp_path: Path
 ) -> None:
     first, second = (
         make_checkpoint(
-            tmp_path / str(seed), seed=seed, dtype=dtype, tie_word_embeddings=is_tied,
-            attention_bias=True,
+            tmp_path / str(seed), seed=seed, dtype=getattr(torch, stored),
+            tie_word_embeddings=is_tied, attention_bias=True,
         )
         for seed in (0, 1)
     )  # fmt: skip
-    with make_llm(second, enable_prefix_caching=False) as llm:
+    with make_llm(second, dtype=dtype, enable_prefix_caching=False) as llm:
         expected = next_token_logits(llm, [PROMPT])
-    with make_llm(first, enable_prefix_caching=False) as llm:
+    with make_llm(first, dtype=dtype, enable_prefix_caching=False) as llm:
         assert llm._runner is not None
         model = llm._runner.model
         assert not torch.equal(next_token_logits(llm, [PROMPT]), expected)

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels import cpu_module, cpu_multiplies
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.attention_backends.flash_attn import BLOCK_MULTIPLE, FlashAttnBackend
+from nanovllm.layers.attention_backends.numba import NumbaBackend
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.layers.attention_backends.triton import TritonBackend
 
 BACKENDS: dict[str, type[AttentionBackend]] = {  # fastest first
     "triton": TritonBackend,
     "flash_attn": FlashAttnBackend,
+    "numba": NumbaBackend,
     "torch": TorchBackend,
 }
 
@@ -52,6 +55,8 @@ def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
         return f"kvcache_block_size={block_size} is no power of two; use e.g. 256"
     if name == "torch":
         return None
+    if name == "numba":
+        return _unfit_for_numba(layout)
     if layout.device.type != "cuda":
         return f"it needs a CUDA GPU, the device is {layout.device.type!r}; use 'torch'"
     if importlib.util.find_spec(name) is None:
@@ -63,6 +68,16 @@ def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
         return f"head_dim={layout.head_dim} exceeds 256; use 'torch'"
     if name == "flash_attn":
         return _unfit_for_flash_attn(layout)
+    return None
+
+
+def _unfit_for_numba(layout: AttentionLayout) -> str | None:
+    if layout.device.type != "cpu":
+        return f"it needs a CPU, the device is {layout.device.type!r}; use 'auto'"
+    if cpu_module() is None:
+        return "it needs numba and, on x86, a CPU with AVX2; pip install numba, or use 'torch'"
+    if not cpu_multiplies(layout.dtype):
+        return f"oneDNN or torch multiplies in {layout.dtype} here, on other threads; use 'torch'"
     return None
 
 

@@ -3,7 +3,7 @@
 Prefill takes one sequence at a time, without padding. Decode takes a few sequences at a time, and
 neighbours, which the scheduler has sorted by length: what is short of the longest is padded with
 its own first token, and masked. On a CPU each call costs more than its arithmetic, so they are few;
-but a group never has more padding than tokens.
+but a group never has more padding than tokens. K/V may be in another dtype than the queries.
 """
 
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ class TorchBackend:
             new = slice(starts[i], starts[i + 1])
             keys, values = k[new], v[new]
             if context.block_tables is not None:
-                keys = _gather(cache.k, context.block_tables[i], len_k)
-                values = _gather(cache.v, context.block_tables[i], len_k)
+                table = context.block_tables[i]
+                keys, values = (_gather(x, table, len_k).to(q.dtype) for x in cache)
             out[new] = _attend(q[new], keys, values, scale)
         return out
 
@@ -66,7 +66,8 @@ class TorchBackend:
             queries = q[group.members].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
             shape = len(queries), -1, num_kv_heads, head_dim
             keys, values = (
-                pool.index_select(0, group.slots).view(shape).transpose(1, 2) for pool in tokens
+                pool.index_select(0, group.slots).to(q.dtype).view(shape).transpose(1, 2)
+                for pool in tokens
             )  # [g, kv_heads, length, head_dim]
             out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=group.mask, scale=scale
