@@ -223,7 +223,8 @@ def test_readme_reading_path_names_files_of_the_package() -> None:
 
 
 def test_readme_takes_five_minutes() -> None:
-    assert len(README.split()) < 1600
+    words = [word for word in README.split() if any(map(str.isalnum, word))]  # no table's bars
+    assert len(words) < 1600
 
 
 @pytest.mark.parametrize(
