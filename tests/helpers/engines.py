@@ -1,10 +1,15 @@
 """Makes small engines and requests for them. Their sizes are fixed, so that no engine measures or
 fills memory that others use, and a GPU captures few graphs."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 
 Ids = list[int]
 NUM_TOKENS = 12
@@ -48,3 +53,53 @@ def drain(llm: LLM) -> dict[int, Ids]:
         assert not ids.keys() & finished.keys(), "returned twice"
         ids.update(finished)
     return ids
+
+
+def computed_tokens(llm: LLM) -> int:
+    """Steps until all requests have finished, and returns how many prompt tokens were computed."""
+    num_computed = 0
+    while not llm.is_finished():
+        num_computed += max(llm.step()[1], 0)
+    return num_computed
+
+
+def script(llm: LLM, token_ids: list[int], prompt_len: int) -> None:
+    """Makes every completion of a prompt of `prompt_len` tokens begin with `token_ids`."""
+    assert llm._runner is not None
+    ids = torch.tensor([*token_ids, *[0] * llm.config.max_model_len])
+
+    def scripted(_: object, args: Any, sampled: torch.Tensor) -> torch.Tensor:
+        _, rows, state = args
+        sampled.copy_(ids[state.context_lens[rows] - prompt_len])
+        return sampled
+
+    llm._runner.sampler.register_forward_hook(scripted)
+
+
+Joined = dict[tuple[int, int], tuple[str, list[int], str | None]]
+
+
+def joined(deltas: Iterable[StreamOutput]) -> Joined:
+    """Joins the items of a stream by prompt and sample to (text, ids, finish reason)."""
+    whole: Joined = defaultdict(lambda: ("", [], None))
+    for delta in deltas:
+        key = delta["index"], delta.get("sample", 0)
+        text, token_ids, finish_reason = whole[key]
+        assert finish_reason is None, "something came after the end"
+        assert delta["token_ids"] or delta["finish_reason"], "an item without news"
+        ids = token_ids + delta["token_ids"]
+        whole[key] = text + delta["text"], ids, delta["finish_reason"]
+    return dict(whole)
+
+
+def as_joined(outputs: list[RequestOutput]) -> Joined:
+    """Returns results in the form of `joined`."""
+
+    def parts(output: CompletionOutput) -> tuple[str, list[int], str | None]:
+        return output["text"], output["token_ids"], output["finish_reason"]
+
+    return {
+        (index, sample): parts(completion)
+        for index, output in enumerate(outputs)
+        for sample, completion in enumerate(output.get("outputs", [output]))
+    }

@@ -1,5 +1,4 @@
-"""Makes tokenizers and texts that are hard to decode token by token, and tells by brute force where a
-stop string ends a completion."""
+"""Makes texts and tokenizers that are hard to decode token by token, and searches stop strings."""
 
 from collections.abc import Sequence
 
