@@ -14,13 +14,16 @@ from nanovllm.engine.batch import (
     DecodePart,
     PrefillChunk,
     PrefillPart,
+    RowHistory,
     RowInit,
     ScheduledBatch,
+    StepLogprobs,
 )
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shared_prefix import PrefixGroup, find_prefix_groups, pays
 
+NO_LOGPROBS = StepLogprobs()
 MAX_STEPS_HELD = 8  # that a prompt waits for company
 
 
@@ -89,13 +92,16 @@ class Scheduler:
         prefill = self._schedule_prefill(self.max_num_batched_tokens - num_decoded)
         return self._batch(decode, prefill) if decode or prefill else None
 
-    def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(
+        self, batch: ScheduledBatch, token_ids: list[int], logprobs: StepLogprobs = NO_LOGPROBS
+    ) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
 
         token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
-            before is dropped.
+            before is dropped, as are its `logprobs`.
         """
         self._offers.popleft()
+        self._note_prompt_logprobs(batch, logprobs)
         finished: list[Sequence] = []
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
@@ -105,6 +111,8 @@ class Scheduler:
             if len(seq.token_ids) % self.block_manager.block_size == 0:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
+            if seq.logprobs is not None:
+                seq.logprobs.append(logprobs.sampled[seq_id])
             if self._finish_if_ended(seq, token_id):
                 self._release(seq)
                 finished.append(seq)
@@ -142,6 +150,8 @@ class Scheduler:
             if seq.finish_reason is not None:  # raised before it was removed: let it end again
                 seq.finish_reason = None
                 seq.token_ids.pop()
+                if seq.logprobs is not None:
+                    seq.logprobs.pop()
                 seq.num_tokens = len(seq.token_ids)
         while self.running:
             self._preempt_last()
@@ -160,7 +170,8 @@ class Scheduler:
                 if not self._free_rows or not self._allocate(seq):
                     break
                 seq.row = self._free_rows.pop()
-                init = RowInit(seq.sampling_params, seq.seed, list(seq.block_table))
+                table, history = list(seq.block_table), self._history(seq)
+                init = RowInit(seq.sampling_params, seq.seed, table, history)
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
@@ -178,6 +189,29 @@ class Scheduler:
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
         return PrefillPart(*_named(seqs), chunks, _longest(seqs)) if seqs else None
+
+    def _history(self, seq: Sequence) -> RowHistory | None:
+        """Returns what the row of a sequence needs to know, None if it is sampled plainly."""
+        params = seq.sampling_params
+        if params.is_plain:
+            return None
+        needs_tokens = params.has_penalties or params.prompt_logprobs is not None
+        return RowHistory(
+            seq.num_prompt_tokens,
+            seq.token_ids[:] if needs_tokens else seq.token_ids[:0],
+            params.ending_ids(self.stop_token_ids) if params.min_tokens else frozenset(),
+        )
+
+    def _note_prompt_logprobs(self, batch: ScheduledBatch, logprobs: StepLogprobs) -> None:
+        """Keeps what a step reports of prompts; what is computed again is replaced."""
+        if not batch.prefill or not logprobs.prompts:
+            return
+        for seq_id, chunk in zip(batch.prefill.seq_ids, batch.prefill.chunks, strict=True):
+            seq = self._unfinished.get(seq_id)
+            if seq is not None and seq_id in logprobs.prompts:
+                assert seq.prompt_logprobs is not None
+                noted = logprobs.prompts[seq_id]
+                seq.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + len(noted)] = noted
 
     def _holds_admissions(self) -> bool:
         """Returns whether the first prompt waits for more free rows; it counts the steps."""

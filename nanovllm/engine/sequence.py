@@ -10,6 +10,7 @@ from array import array
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
+Logprobs = dict[int, float]  # by token id: the token's own first, then the most likely ones
 NO_BLOCKS: list[int] = []  # the table of all that wait: replaced on admission, never appended to
 
 
@@ -31,12 +32,15 @@ class Sequence:
     block_hashes: hash chain of the leading full blocks of `token_ids`, extended on demand.
     num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
     finish_reason: why it has ended; None before.
+    logprobs: for each token of the completion its log probability and those of the most likely ids;
+        None unless asked for.
+    prompt_logprobs: the same for each token of the prompt, None for the first; as far as computed.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "finish_reason", "max_num_tokens", "num_computed_tokens",
-        "num_prompt_tokens", "num_published_blocks", "num_tokens", "row", "sampling_params", "seed",
-        "seq_id", "token_ids",
+        "block_hashes", "block_table", "finish_reason", "logprobs", "max_num_tokens",
+        "num_computed_tokens", "num_prompt_tokens", "num_published_blocks", "num_tokens",
+        "prompt_logprobs", "row", "sampling_params", "seed", "seq_id", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +67,10 @@ class Sequence:
         self.block_hashes: tuple[int, ...] = ()
         self.num_published_blocks = 0
         self.finish_reason: FinishReason | None = None
+        is_reported = sampling_params.logprobs is not None
+        self.logprobs: list[Logprobs] | None = [] if is_reported else None
+        is_reported = sampling_params.prompt_logprobs is not None
+        self.prompt_logprobs: list[Logprobs | None] | None = [None] if is_reported else None
 
     @property
     def completion_token_ids(self) -> list[int]:
