@@ -128,7 +128,7 @@ class ModelRunner:
         calls = decode_attention_calls(attention, sizes)
         if sizes:  # the backend compiles
             calls += prefill_attention_calls(attention, warm_up_batches(config, []))
-        compile_together(calls, device)
+        compile_together(calls + self.rows.special.kernel_calls(config.torch_dtype), device)
         captured = self._steps_to_capture()
         working_bytes = activation_bytes(self._warm_up, device)
         working_bytes += captured.num_bytes(self) if captured else 0
@@ -268,6 +268,8 @@ class ModelRunner:
             # What the steps before have left must not grow past the block tables.
             self.rows.sampling.context_lens.clamp_(max=self.config.max_model_len - 1)
             self.launch(batch).token_ids()
+        for call in self.rows.special.kernel_calls(self.config.torch_dtype):
+            call()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ on the device is sent when the rows of a batch change, and used until they chang
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -85,6 +86,24 @@ class SpecialRows:
         self._special: dict[int, _Special] = {}
         self._edits: WeakValueDictionary[object, LogitEdits] = WeakValueDictionary()
         self._planned: tuple[list[int], _Plan | None] | None = None  # rows of a batch, their plan
+
+    def kernel_calls(self, dtype: torch.dtype) -> list[Callable[[], object]]:
+        """Returns calls that between them need all kernels, and the memory of a group of rows.
+
+        They draw for row 0 only, whose tokens they leave as they are.
+        """
+        params = SamplingParams(top_k=1, top_p=0.5, min_p=0.5, presence_penalty=1)
+        history = RowHistory(1, array("q"), frozenset())
+        special = _Special(params, history, self._shared_edits(params, history))
+        group = [(0, 0, special)] * EDITED_AT_A_TIME
+        filters, edit = self._filters(group, [0] * len(group)), self._edit_rows(group)
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=filters.index.device)
+        draw, index = self._sampler.draw, filters.index
+        return [
+            partial(draw, logits, filters),
+            partial(draw, logits, filters, edit),
+            partial(self._sampler.top_logprobs, logits, index, filters.rows, 1),
+        ]
 
     def start(self, inits: dict[int, RowInit]) -> None:
         """Starts the rows of new sequences."""
