@@ -127,9 +127,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--min-output-len", type=int, help="shortest completion")
     add("--max-output-len", type=int, help="longest completion")
     add("--seed", type=int, default=0, help="of the workload and of the sampling noise")
-    for name, default in SAMPLING_OPTIONS.items():
+    for name, value in SAMPLING_OPTIONS.items():
         number = int if name in ("top_k", "logprobs", "prompt_logprobs") else float
-        add("--" + name.replace("_", "-"), type=number, default=default, help="of SamplingParams")
+        add("--" + name.replace("_", "-"), type=number, default=value, help="of SamplingParams")
     add("--runs", type=int, default=1, help="repeats, with other ids of the same lengths")
     add("--json", type=Path, metavar="FILE", help="where to write everything about this benchmark")
     add("--roofline", action="store_true", help="measure this device, print the workload's floor")

@@ -16,6 +16,7 @@ from nanovllm.utils.sampling_state import SamplingState
 from nanovllm.utils.special_rows import FilterRows
 
 TILE = 4096  # ids at a time
+NUM_WARPS = 16
 STAGES = 3  # tiles of logits in flight
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 ALL = tl.constexpr(1 << 30)  # more than any vocabulary
@@ -277,6 +278,6 @@ def draw_filtered(logits: torch.Tensor, filters: FilterRows, state: SamplingStat
         SHIFT=SHIFTS[logits.dtype],
         TILE=TILE,
         STAGES=STAGES,
-        num_warps=16,
+        num_warps=NUM_WARPS,
     )
     return drawn

@@ -13,6 +13,7 @@ from nanovllm.kernels.ordered import ordered_key
 from nanovllm.utils.special_rows import TopLogprobs
 
 TILE = 4096
+NUM_WARPS = 16
 STAGES = 3
 
 
@@ -93,6 +94,6 @@ def top_logprobs(
         TILE=TILE,
         TILES=triton.next_power_of_2(triton.cdiv(vocab, TILE)),
         STAGES=STAGES,
-        num_warps=16,
+        num_warps=NUM_WARPS,
     )
     return TopLogprobs(ids, logprobs)
