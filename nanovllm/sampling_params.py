@@ -96,6 +96,29 @@ class SamplingParams:
             _set(self, "logit_bias", _biases(self.logit_bias))
         self._check_together()
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits of some ids change before the temperature applies."""
+        listed = self.logit_bias or self.allowed_token_ids or self.min_tokens
+        return bool(listed) or self.has_penalties
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether only some of the ids may be drawn, given their probabilities."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step does no more for the request than draw with its temperature."""
+        is_silent = self.logprobs is None and self.prompt_logprobs is None
+        return is_silent and not self.is_filtered and not self.edits_logits
+
     def check_ids(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """Raises `ValueError` for ids beyond the vocabulary, and if no id could ever be drawn.
 

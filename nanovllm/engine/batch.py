@@ -6,11 +6,27 @@ carries the scheduled slices of prompts, and decode little more than its rows.
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.engine.shared_prefix import PrefixGroup
+from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowHistory:
+    """What a row that is more than plainly sampled needs to know of its sequence.
+
+    num_prompt_tokens: leading tokens that belong to the prompt.
+    token_ids: all known tokens, if penalties or log probabilities of the prompt depend on them.
+    late_ids: ids that may be drawn only after `min_tokens` others.
+    """
+
+    num_prompt_tokens: int
+    token_ids: "array[int]"
+    late_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +36,13 @@ class RowInit:
     sampling_params: the caller's own object.
     seed: 64 bits that key the row's sampling noise.
     block_table: the blocks of all known tokens of the sequence.
+    history: None if `sampling_params` are plain.
     """
 
     sampling_params: SamplingParams
     seed: int
     block_table: list[int]
+    history: RowHistory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +170,25 @@ class ScheduledBatch:
         return seq_ids
 
 
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """The log probabilities that a step reports, by sequence id; only of those that want them.
+
+    sampled: those of the token that the step has sampled.
+    prompts: those of each prompt token that follows one of the sequence's chunk, in order.
+    """
+
+    sampled: Mapping[int, Logprobs] = field(default_factory=dict)
+    prompts: Mapping[int, list[Logprobs]] = field(default_factory=dict)
+
+
 class StepHandle(Protocol):
     """A step that has been launched and may not have ended yet."""
 
     def token_ids(self) -> list[int]:
         """Waits for the step; returns one id for each of the batch's `sampled_seq_ids`."""
+        ...
+
+    def logprobs(self) -> StepLogprobs:
+        """Returns what the step reports, once `token_ids` has returned."""
         ...

@@ -215,8 +215,11 @@ class BlockManager:
         assert self._twins.keys() <= self._block_by_hash.keys(), "twins of nothing"
 
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
-        """Returns the cached blocks of the longest known prefix of `seq`, maybe all of it."""
-        if not self.enable_prefix_caching:
+        """Returns the cached blocks of the longest known prefix of `seq`, maybe all of it.
+
+        Log probabilities of a prompt take the hidden states of all its tokens: none is cached.
+        """
+        if not self.enable_prefix_caching or seq.prompt_logprobs is not None:
             return []
         num_usable = len(seq.token_ids) // self.block_size
         self._extend_hashes(seq, num_usable)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import ScheduledBatch, StepHandle
+from nanovllm.engine.batch import ScheduledBatch, StepHandle, StepLogprobs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError, Workers
 from nanovllm.models import model_class
@@ -122,6 +122,9 @@ class _ParallelStep:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def logprobs(self) -> StepLogprobs:
+        return self._handle.logprobs()
 
 
 def _check(config: Config) -> None:

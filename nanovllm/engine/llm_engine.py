@@ -149,7 +149,7 @@ class LLMEngine:
             if not self._in_flight or (may_wait and len(self._in_flight) == 1):
                 return None
             completed, handle = self._in_flight.popleft()
-            ended = self.scheduler.postprocess(completed, handle.token_ids())
+            ended = self.scheduler.postprocess(completed, handle.token_ids(), handle.logprobs())
         except BaseException:
             self._in_flight.clear()
             _deliver(self.scheduler.recover())

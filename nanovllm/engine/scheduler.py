@@ -16,14 +16,18 @@ from nanovllm.engine.batch import (
     Fork,
     PrefillChunk,
     PrefillPart,
+    RowHistory,
     RowInit,
     ScheduledBatch,
+    StepLogprobs,
 )
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.finishing import Finisher
 from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
+
+NO_LOGPROBS = StepLogprobs()
 
 
 class Scheduler:
@@ -95,13 +99,16 @@ class Scheduler:
         prefill = self._schedule_prefill(self.max_num_batched_tokens - num_decoded)
         return self._batch(decode, prefill) if decode or prefill else None
 
-    def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(
+        self, batch: ScheduledBatch, token_ids: list[int], logprobs: StepLogprobs = NO_LOGPROBS
+    ) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
 
         token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
-            before is dropped.
+            before is dropped, as are its `logprobs`.
         """
         self._offers.popleft()
+        self._note_prompt_logprobs(batch, logprobs)
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
             if seq is None:
@@ -110,6 +117,8 @@ class Scheduler:
             if len(seq.token_ids) % self.block_manager.block_size == 0:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
+            if seq.logprobs is not None:
+                seq.logprobs.append(logprobs.sampled[seq_id])
             if self._finish_if_ended(seq, token_id):
                 self._end(seq)
         return self._take_ended()
@@ -170,7 +179,7 @@ class Scheduler:
             if seq.row is None:
                 if not self._admission.admit(seq, len(self.running)):
                     break
-                init = _row_init(seq)
+                init = self._row_init(seq)
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
@@ -191,6 +200,31 @@ class Scheduler:
                     forks += self._fork(seq, len(seqs) - 1)
         return PrefillPart(*_named(seqs), chunks, _longest(seqs), forks) if seqs else None
 
+    def _row_init(self, seq: Sequence) -> RowInit:
+        return RowInit(seq.sampling_params, seq.seed, list(seq.block_table), self._history(seq))
+
+    def _history(self, seq: Sequence) -> RowHistory | None:
+        """Returns what the row of a sequence needs to know, None if it is sampled plainly."""
+        params = seq.sampling_params
+        if params.is_plain:
+            return None
+        needs_tokens = params.has_penalties or params.prompt_logprobs is not None
+        return RowHistory(
+            seq.num_prompt_tokens,
+            seq.token_ids[:] if needs_tokens else seq.token_ids[:0],
+            params.ending_ids(self.stop_token_ids) if params.min_tokens else frozenset(),
+        )
+
+    def _note_prompt_logprobs(self, batch: ScheduledBatch, logprobs: StepLogprobs) -> None:
+        """Keeps what a step reports of prompts; what is computed again is replaced."""
+        if not batch.prefill or not logprobs.prompts:
+            return
+        for seq_id, chunk in zip(batch.prefill.seq_ids, batch.prefill.chunks, strict=True):
+            seq = self._unfinished.get(seq_id)
+            noted = logprobs.prompts.get(seq_id)
+            if seq is not None and seq.prompt_logprobs is not None and noted is not None:
+                seq.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + len(noted)] = noted
+
     def _fork(self, first: Sequence, chunk: int) -> list[Fork]:
         """Starts the other samples of a request, whose prompt ends in this step with `chunk`.
 
@@ -206,7 +240,7 @@ class Scheduler:
             seq.num_tokens += 1
             self.running[seq.seq_id] = seq
             copied = self.block_manager.copied_block(first, seq)
-            forks.append(Fork(chunk, seq.seq_id, _row(seq), _row_init(seq), copied))
+            forks.append(Fork(chunk, seq.seq_id, _row(seq), self._row_init(seq), copied))
         self.waiting.extendleft(reversed(waiting))
         return forks
 
@@ -289,10 +323,6 @@ _num_tokens = attrgetter("num_tokens")
 def _row(seq: Sequence) -> int:
     assert seq.row is not None, "only residents are scheduled"
     return seq.row
-
-
-def _row_init(seq: Sequence) -> RowInit:
-    return RowInit(seq.sampling_params, seq.seed, list(seq.block_table))
 
 
 def _named(seqs: list[Sequence]) -> tuple[list[int], list[int]]:

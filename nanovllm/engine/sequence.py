@@ -43,8 +43,10 @@ class Sequence:
     block_hashes: hash chain of the leading full blocks of `token_ids`, extended on demand.
     num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
     text: the completion as text, kept only for the sake of stop strings.
-    logprobs, prompt_logprobs: as in the results; None unless asked for.
     finish_reason: why it has ended; None before.
+    logprobs: for each token of the completion its log probability and those of the most likely ids;
+        None unless asked for.
+    prompt_logprobs: the same for each token of the prompt, None for the first; as far as computed.
     stop_reason: the stop string, or the request's own stop token, that ended it.
     """
 
@@ -83,10 +85,12 @@ class Sequence:
         self.block_hashes: tuple[int, ...] = ()
         self.num_published_blocks = 0
         self.text: CompletionText | None = None
-        self.logprobs: list[Logprobs] | None = None
-        self.prompt_logprobs: list[Logprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
+        is_reported = sampling_params.logprobs is not None
+        self.logprobs: list[Logprobs] | None = [] if is_reported else None
+        is_reported = sampling_params.prompt_logprobs is not None
+        self.prompt_logprobs: list[Logprobs | None] | None = [None] if is_reported else None
 
     @property
     def request_id(self) -> int:
@@ -111,6 +115,8 @@ class Sequence:
         other.sample = sample
         other.others = NO_SAMPLES
         other.token_ids = self.token_ids[:]
+        other.logprobs = None if self.logprobs is None else []
+        other.prompt_logprobs = None  # those of the first sample are those of all
         own = self.sampling_params.seed
         if own is None:
             other.seed = sample_seed(self.seed, sample)

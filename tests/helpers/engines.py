@@ -3,12 +3,15 @@ fills memory that others use, and a GPU captures few graphs."""
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import ScheduledBatch, StepHandle, StepLogprobs
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 
 Ids = list[int]
@@ -63,17 +66,33 @@ def computed_tokens(llm: LLM) -> int:
     return num_computed
 
 
-def script(llm: LLM, token_ids: list[int], prompt_len: int) -> None:
-    """Makes every completion of a prompt of `prompt_len` tokens begin with `token_ids`."""
-    assert llm._runner is not None
+@dataclass
+class ScriptedStep:
+    """A step that has sampled what a script says."""
+
+    ids: Ids
+    step: StepHandle
+
+    def token_ids(self) -> Ids:
+        return self.ids
+
+    def logprobs(self) -> StepLogprobs:
+        return self.step.logprobs()
+
+
+def script(llm: LLM, token_ids: Ids, prompt_len: int) -> None:
+    """Makes all completions of prompts of `prompt_len` tokens begin with `token_ids`, on a CPU."""
+    runner: Any = llm._runner
     ids = torch.tensor([*token_ids, *[0] * llm.config.max_model_len])
 
-    def scripted(_: object, args: Any, sampled: torch.Tensor) -> torch.Tensor:
-        _, rows, state = args
-        sampled.copy_(ids[state.context_lens[rows] - prompt_len])
-        return sampled
+    def launch(batch: ScheduledBatch) -> ScriptedStep:
+        step = ModelRunner.launch(runner, batch)
+        rows = batch.decode.rows if batch.decode else []
+        rows = rows + (batch.prefill.sampled_rows if batch.prefill else [])
+        positions = runner.rows.sampling.context_lens[rows]
+        return ScriptedStep(ids[positions - prompt_len].tolist(), step)
 
-    llm._runner.sampler.register_forward_hook(scripted)
+    runner.launch = launch
 
 
 Joined = dict[tuple[int, int], tuple[str, list[int], str | None]]

@@ -6,7 +6,6 @@ may differ.
 
 import importlib.util
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +112,11 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
                 layout = RowsLayout(len(device_rows))
-                graphs = StepGraphs(lambda _, rows: step(rows), [layout], runner.device)
-                replay = partial(graphs.replay, layout)
+                graphs = StepGraphs(lambda _, rows: (step(rows),), [layout], runner.device)
+
+                def replay(rows: torch.Tensor) -> torch.Tensor:
+                    return graphs.replay(layout, rows)[0]
+
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
             forced = torch.tensor([ids[i] for ids in token_ids]).cuda()

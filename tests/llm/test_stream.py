@@ -49,12 +49,10 @@ def test_a_stream_joins_to_what_generate_returns(scripted_llm: LLM, data: st.Dat
     """Completions are byte-level pieces, of whole characters or not; some end at stop strings."""
     llm = scripted_llm
     assert llm.tokenizer is not None
-    assert llm._runner is not None
     text = "".join(data.draw(st.lists(texts, min_size=1, max_size=4)))
     encoded = llm.tokenizer.encode(text, add_special_tokens=False)
     wild = data.draw(st.lists(st.integers(0, len(llm.tokenizer) - 1), max_size=6))
     cut = data.draw(st.integers(0, len(encoded)))
-    llm._runner.sampler._forward_hooks.clear()
     script(llm, (encoded[:cut] + wild + encoded[cut:])[:MAX_TOKENS], len(PROMPT))
     spans = st.tuples(st.integers(0, len(text)), st.integers(1, 5))
     stop = spans.map(lambda span: text[span[0] : sum(span)]).filter(bool) | st.text(
