@@ -19,9 +19,14 @@ RANKS = {
     "one rank": {},
     "two ranks": {"tensor_parallel_size": 2},
     "GPU": {"device": "cuda"},
+    "GPU, half precision": {"device": "cuda", "dtype": "bfloat16", "autotune_matmul": False},
     "two GPUs": {"device": "cuda", "tensor_parallel_size": 2},
 }
-MARKS = {"GPU": [pytest.mark.gpu], "two GPUs": [pytest.mark.gpu2]}
+MARKS = {
+    "GPU": [pytest.mark.gpu],
+    "GPU, half precision": [pytest.mark.gpu],
+    "two GPUs": [pytest.mark.gpu2],
+}
 Weights = dict[str, torch.Tensor]
 
 
@@ -209,3 +214,17 @@ def test_the_prefix_cache_can_be_reset_at_any_time(tiny_qwen3: Path) -> None:
     llm.add_request(PROMPTS[1], GREEDY)
     _, num_first = llm.step()
     assert num_first + llm.step()[1] == len(PROMPTS[1])
+
+
+@pytest.mark.gpu
+def test_graphs_with_chosen_matmuls_use_the_new_weights(checkpoints: tuple[Path, Path]) -> None:
+    old, new = checkpoints
+    with make_paged_llm(old, device="cuda", dtype="bfloat16") as llm:
+        assert llm._runner is not None
+        pointers = [param.data_ptr() for param in llm._runner.model.parameters()]
+        before = greedy_ids(llm, PROMPTS, 12)
+        llm.update_weights(new)
+        assert greedy_ids(llm, PROMPTS, 12) != before
+        llm.update_weights((n, tensor.cuda()) for n, tensor in weights_of(old).items())
+        assert greedy_ids(llm, PROMPTS, 12) == before
+        assert [param.data_ptr() for param in llm._runner.model.parameters()] == pointers
