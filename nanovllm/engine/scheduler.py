@@ -23,9 +23,9 @@ from nanovllm.engine.batch import (
 )
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import TextDecoder
-from nanovllm.engine.finishing import Finisher
 from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stop_rules import StopRules
 
 NO_LOGPROBS = StepLogprobs()
 
@@ -69,7 +69,7 @@ class Scheduler:
         self._unfinished: dict[int, Sequence] = {}
         self._ended: list[Sequence] = []  # by the step that is being completed
         self._admission = Admission(block_manager, max_num_seqs, reserved_tokens)
-        self._finisher = Finisher(self.stop_token_ids, text_decoder)
+        self._stop_rules = StopRules(self.stop_token_ids, text_decoder)
         self._prefix_groups = PrefixGroups(block_manager)
         self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
         self._offered: list[int] = []  # by the step that is being scheduled
@@ -304,7 +304,14 @@ class Scheduler:
 
     def _finish_if_ended(self, seq: Sequence, token_id: int) -> bool:
         """Sets the finish reason if this token ends `seq`; returns whether it does."""
-        return self._finisher.ends(seq, token_id)
+        params = seq.sampling_params
+        may_stop = token_id in self.stop_token_ids or params.stop or params.stop_token_ids
+        if may_stop and self._stop_rules.stops(seq, token_id):
+            return True
+        if len(seq.token_ids) >= seq.max_num_tokens:
+            seq.finish_reason = "length"
+            return True
+        return False
 
     def _end(self, seq: Sequence) -> None:
         """Takes out a sequence that has its finish reason."""

@@ -1,4 +1,4 @@
-"""Why a sequence ends: a stop string, a stop token, or its length."""
+"""What stops a sequence before its length does: a stop string or a stop token."""
 
 from collections.abc import Collection
 
@@ -7,8 +7,8 @@ from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.sequence import Sequence
 
 
-class Finisher:
-    """Looks at each new token of each sequence; only those with stop strings need its text.
+class StopRules:
+    """Looks at new tokens of sequences; only those with stop strings are turned into text.
 
     eos_token_ids: the ids that end a sequence unless it ignores them.
     decoder: None without a tokenizer; then no sequence may have stop strings.
@@ -18,8 +18,8 @@ class Finisher:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decoder = decoder
 
-    def ends(self, seq: Sequence, token_id: int) -> bool:
-        """Sets the finish reason if this token, its last one, ends `seq`; returns whether it does.
+    def stops(self, seq: Sequence, token_id: int) -> bool:
+        """Returns whether this token, its last one, stops `seq`; it then sets the reasons.
 
         A stop string comes first, so that no text holds one but at its end.
         """
@@ -27,15 +27,14 @@ class Finisher:
         can_stop = len(seq.token_ids) - seq.num_prompt_tokens >= params.min_tokens
         if params.stop and (stop := self._completed_stop_string(seq)) is not None:
             seq.stop_reason = stop
-            seq.finish_reason = "stop"
         elif can_stop and not params.ignore_eos and token_id in self.eos_token_ids:
-            seq.finish_reason = "stop"
+            seq.stop_reason = None
         elif can_stop and params.stop_token_ids and token_id in params.stop_token_ids:
             seq.stop_reason = token_id
-            seq.finish_reason = "stop"
-        elif len(seq.token_ids) >= seq.max_num_tokens:
-            seq.finish_reason = "length"
-        return seq.finish_reason is not None
+        else:
+            return False
+        seq.finish_reason = "stop"
+        return True
 
     def _completed_stop_string(self, seq: Sequence) -> str | None:
         """Returns the stop string that the last token completes, if any."""
