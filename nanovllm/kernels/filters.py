@@ -55,21 +55,24 @@ def _find_key(
         step = (high - low + 7) // 8
         k1, k2, k3, k4 = low + step, low + 2 * step, low + 3 * step, low + 4 * step
         k5, k6, k7 = low + 5 * step, low + 6 * step, low + 7 * step
+        # Keys of 32 bits are compared faster; beyond them there is nothing to find.
+        b1, b2, b3, b4 = _to_int32(k1), _to_int32(k2), _to_int32(k3), _to_int32(k4)
+        b5, b6, b7 = _to_int32(k5), _to_int32(k6), _to_int32(k7)
         a1 = tl.zeros([TILE], tl.float32)
         a2, a3, a4, a5, a6, a7 = a1, a1, a1, a1, a1, a1
         for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
             token_id, z = _load(row_ptr, tile, vocab, TILE)
-            key = ordered_key(z, SHIFT).to(tl.int64)
+            key = ordered_key(z, SHIFT)
             one = tl.where(token_id < vocab, 1.0, 0.0)
             if IS_MASS:
                 one = tl.exp((z - top) * inverse)
-            a1 += tl.where(key >= k1, one, 0.0)
-            a2 += tl.where(key >= k2, one, 0.0)
-            a3 += tl.where(key >= k3, one, 0.0)
-            a4 += tl.where(key >= k4, one, 0.0)
-            a5 += tl.where(key >= k5, one, 0.0)
-            a6 += tl.where(key >= k6, one, 0.0)
-            a7 += tl.where(key >= k7, one, 0.0)
+            a1 += tl.where(key >= b1, one, 0.0)
+            a2 += tl.where(key >= b2, one, 0.0)
+            a3 += tl.where(key >= b3, one, 0.0)
+            a4 += tl.where(key >= b4, one, 0.0)
+            a5 += tl.where(key >= b5, one, 0.0)
+            a6 += tl.where(key >= b6, one, 0.0)
+            a7 += tl.where(key >= b7, one, 0.0)
         # Downwards: each key whose amount does not reach the target bounds the interval.
         low, high, above = _narrowed(low, high, above, k7, tl.sum(a7, 0), target)
         low, high, above = _narrowed(low, high, above, k6, tl.sum(a6, 0), target)
@@ -79,6 +82,11 @@ def _find_key(
         low, high, above = _narrowed(low, high, above, k2, tl.sum(a2, 0), target)
         low, high, above = _narrowed(low, high, above, k1, tl.sum(a1, 0), target)
     return low, above
+
+
+@triton.jit
+def _to_int32(key):
+    return tl.minimum(key, 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -172,14 +180,14 @@ def _draw_kernel(
             low = threshold.to(tl.int64)
             if top_k <= TILE:  # the k-th largest of the best is no more than that of all
                 keys = ordered_key(best, SHIFT).to(tl.int64)
-                first = ordered_key(temperature * 0 + float("-inf"), SHIFT).to(tl.int64)
-                low = tl.maximum(low, _kth_of_tile(keys, top_k, first, end))
-            key, above = _find_key(
+                nothing = ordered_key(temperature * 0 + float("-inf"), SHIFT).to(tl.int64)
+                low = tl.maximum(low, _kth_of_tile(keys, top_k, nothing, end))
+            kth, above = _find_key(
                 row_ptr, vocab, low, end, top_k.to(tl.float64), top, inverse,
                 False, SHIFT, TILE, STAGES,
             )  # fmt: skip
             # Where min_p has left fewer than k, this is its threshold, and more than its ties.
-            threshold = key.to(tl.int32)
+            threshold = kth.to(tl.int32)
             num_ties = (top_k - above.to(tl.int64)).to(tl.int32)
         top_p = tl.load(top_ps_ptr + n)
         if top_p < 1:
@@ -195,18 +203,18 @@ def _draw_kernel(
             target = top_p * (tl.sum(mass, 0).to(tl.float64) + num * one)
             # What lies below has together less than 1 - top_p, as the largest logit alone has 1.
             spread = tl.log((1 - top_p) / (2.0 * vocab))
-            lowest = ordered_key((top.to(tl.float64) + scale * spread).to(tl.float32), SHIFT)
-            low = tl.maximum(threshold, lowest - 1).to(tl.int64)
-            key, above = _find_key(
-                row_ptr, vocab, low, end, target, top, inverse,
+            first = ordered_key((top.to(tl.float64) + scale * spread).to(tl.float32), SHIFT) - 1
+            first = tl.maximum(threshold, first)
+            reached, above = _find_key(
+                row_ptr, vocab, first.to(tl.int64), end, target, top, inverse,
                 True, SHIFT, TILE, STAGES,
             )  # fmt: skip
-            key = key.to(tl.int32)
-            one = tl.exp((value_of_key(key, SHIFT) - top) * inverse).to(tl.float64)
+            last = reached.to(tl.int32)
+            one = tl.exp((value_of_key(last, SHIFT) - top) * inverse).to(tl.float64)
             need = tl.ceil((target - above) / one)
             need = tl.minimum(tl.maximum(need, 1.0), ALL + 0.0).to(tl.int32)
-            num_ties = tl.where(key == threshold, tl.minimum(num_ties, need), need)
-            threshold = key
+            num_ties = tl.where(last == threshold, tl.minimum(num_ties, need), need)
+            threshold = last
     last_tie = threshold * 0 + ALL
     if num_ties < ALL:
         last_tie = _id_of_tie(row_ptr, vocab, threshold, num_ties, SHIFT, TILE)
