@@ -17,7 +17,6 @@ from nanovllm.utils.special_rows import FilterRows
 
 TILE = 4096  # ids at a time
 NUM_WARPS = 16
-STAGES = 3  # tiles of logits in flight
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 ALL = tl.constexpr(1 << 30)  # more than any vocabulary
 
@@ -42,7 +41,6 @@ def _find_key(
     IS_MASS: tl.constexpr,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Returns the largest key in [low, high) with an amount of at least `target` in logits of this
     key or above, and the amount above it, fp64.
@@ -60,7 +58,7 @@ def _find_key(
         b5, b6, b7 = _to_int32(k5), _to_int32(k6), _to_int32(k7)
         a1 = tl.zeros([TILE], tl.float32)
         a2, a3, a4, a5, a6, a7 = a1, a1, a1, a1, a1, a1
-        for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+        for tile in range(0, vocab, TILE):
             token_id, z = _load(row_ptr, tile, vocab, TILE)
             key = ordered_key(z, SHIFT)
             one = tl.where(token_id < vocab, 1.0, 0.0)
@@ -154,7 +152,6 @@ def _draw_kernel(
     stride,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + n)
@@ -167,7 +164,7 @@ def _draw_kernel(
     num_ties = threshold * 0 + ALL
     if is_random:
         best = tl.full([TILE], float("-inf"), tl.float32)
-        for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+        for tile in range(0, vocab, TILE):
             _, z = _load(row_ptr, tile, vocab, TILE)
             best = tl.maximum(best, z)
         top = tl.max(best, 0)
@@ -184,7 +181,7 @@ def _draw_kernel(
                 low = tl.maximum(low, _kth_of_tile(keys, top_k, nothing, end))
             kth, above = _find_key(
                 row_ptr, vocab, low, end, top_k.to(tl.float64), top, inverse,
-                False, SHIFT, TILE, STAGES,
+                False, SHIFT, TILE,
             )  # fmt: skip
             # Where min_p has left fewer than k, this is its threshold, and more than its ties.
             threshold = kth.to(tl.int32)
@@ -193,7 +190,7 @@ def _draw_kernel(
         if top_p < 1:
             mass = tl.zeros([TILE], tl.float32)
             ties = tl.zeros([TILE], tl.int32)
-            for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+            for tile in range(0, vocab, TILE):
                 _, z = _load(row_ptr, tile, vocab, TILE)
                 key = ordered_key(z, SHIFT)
                 mass += tl.where(key > threshold, tl.exp((z - top) * inverse), 0.0)
@@ -207,7 +204,7 @@ def _draw_kernel(
             first = tl.maximum(threshold, first)
             reached, above = _find_key(
                 row_ptr, vocab, first.to(tl.int64), end, target, top, inverse,
-                True, SHIFT, TILE, STAGES,
+                True, SHIFT, TILE,
             )  # fmt: skip
             last = reached.to(tl.int32)
             one = tl.exp((value_of_key(last, SHIFT) - top) * inverse).to(tl.float64)
@@ -221,7 +218,7 @@ def _draw_kernel(
     best_id = _best_kept(
         row_ptr, vocab, threshold, last_tie, is_random, temperature, inverse,
         tl.load(seeds_ptr + row), tl.load(context_lens_ptr + row),
-        SHIFT, TILE, STAGES,
+        SHIFT, TILE,
     )  # fmt: skip
     tl.store(drawn_ptr + n, best_id.to(tl.int64))
     tl.store(last_tokens_ptr + row, best_id.to(tl.int64))
@@ -240,14 +237,13 @@ def _best_kept(
     position,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Returns the id of the largest score, of equals the lowest, among logits above the threshold
     and those equal to it up to the id `last_tie`."""
     first, second = _noise_keys(seed, position)
     best_score = temperature * 0 + float("-inf")
     best_id = last_tie * 0
-    for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+    for tile in range(0, vocab, TILE):
         token_id, z = _load(row_ptr, tile, vocab, TILE)
         key = ordered_key(z, SHIFT)
         is_kept = (key > threshold) | ((key == threshold) & (token_id <= last_tie))
@@ -285,7 +281,6 @@ def draw_filtered(logits: torch.Tensor, filters: FilterRows, state: SamplingStat
         logits.stride(0),
         SHIFT=SHIFTS[logits.dtype],
         TILE=TILE,
-        STAGES=STAGES,
         num_warps=NUM_WARPS,
     )
     return drawn
