@@ -29,7 +29,7 @@ def _load(row_ptr, tile, vocab, TILE: tl.constexpr):
     return token_id, z.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _find_key(
     row_ptr,
     vocab,
