@@ -17,7 +17,6 @@ from nanovllm.utils.special_rows import FilterRows
 
 TILE = 4096  # ids at a time
 NUM_WARPS = 16
-STAGES = 3  # tiles of logits in flight
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 ALL = tl.constexpr(1 << 30)  # more than any vocabulary
 
@@ -30,7 +29,7 @@ def _load(row_ptr, tile, vocab, TILE: tl.constexpr):
     return token_id, z.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _find_key(
     row_ptr,
     vocab,
@@ -42,7 +41,6 @@ def _find_key(
     IS_MASS: tl.constexpr,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Returns the largest key in [low, high) with an amount of at least `target` in logits of this
     key or above, and the amount above it, fp64.
@@ -55,21 +53,24 @@ def _find_key(
         step = (high - low + 7) // 8
         k1, k2, k3, k4 = low + step, low + 2 * step, low + 3 * step, low + 4 * step
         k5, k6, k7 = low + 5 * step, low + 6 * step, low + 7 * step
+        # Keys of 32 bits are compared faster; beyond them there is nothing to find.
+        b1, b2, b3, b4 = _to_int32(k1), _to_int32(k2), _to_int32(k3), _to_int32(k4)
+        b5, b6, b7 = _to_int32(k5), _to_int32(k6), _to_int32(k7)
         a1 = tl.zeros([TILE], tl.float32)
         a2, a3, a4, a5, a6, a7 = a1, a1, a1, a1, a1, a1
-        for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+        for tile in range(0, vocab, TILE):
             token_id, z = _load(row_ptr, tile, vocab, TILE)
-            key = ordered_key(z, SHIFT).to(tl.int64)
+            key = ordered_key(z, SHIFT)
             one = tl.where(token_id < vocab, 1.0, 0.0)
             if IS_MASS:
                 one = tl.exp((z - top) * inverse)
-            a1 += tl.where(key >= k1, one, 0.0)
-            a2 += tl.where(key >= k2, one, 0.0)
-            a3 += tl.where(key >= k3, one, 0.0)
-            a4 += tl.where(key >= k4, one, 0.0)
-            a5 += tl.where(key >= k5, one, 0.0)
-            a6 += tl.where(key >= k6, one, 0.0)
-            a7 += tl.where(key >= k7, one, 0.0)
+            a1 += tl.where(key >= b1, one, 0.0)
+            a2 += tl.where(key >= b2, one, 0.0)
+            a3 += tl.where(key >= b3, one, 0.0)
+            a4 += tl.where(key >= b4, one, 0.0)
+            a5 += tl.where(key >= b5, one, 0.0)
+            a6 += tl.where(key >= b6, one, 0.0)
+            a7 += tl.where(key >= b7, one, 0.0)
         # Downwards: each key whose amount does not reach the target bounds the interval.
         low, high, above = _narrowed(low, high, above, k7, tl.sum(a7, 0), target)
         low, high, above = _narrowed(low, high, above, k6, tl.sum(a6, 0), target)
@@ -79,6 +80,11 @@ def _find_key(
         low, high, above = _narrowed(low, high, above, k2, tl.sum(a2, 0), target)
         low, high, above = _narrowed(low, high, above, k1, tl.sum(a1, 0), target)
     return low, above
+
+
+@triton.jit
+def _to_int32(key):
+    return tl.minimum(key, 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -146,7 +152,6 @@ def _draw_kernel(
     stride,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + n)
@@ -159,7 +164,7 @@ def _draw_kernel(
     num_ties = threshold * 0 + ALL
     if is_random:
         best = tl.full([TILE], float("-inf"), tl.float32)
-        for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+        for tile in range(0, vocab, TILE):
             _, z = _load(row_ptr, tile, vocab, TILE)
             best = tl.maximum(best, z)
         top = tl.max(best, 0)
@@ -172,20 +177,20 @@ def _draw_kernel(
             low = threshold.to(tl.int64)
             if top_k <= TILE:  # the k-th largest of the best is no more than that of all
                 keys = ordered_key(best, SHIFT).to(tl.int64)
-                first = ordered_key(temperature * 0 + float("-inf"), SHIFT).to(tl.int64)
-                low = tl.maximum(low, _kth_of_tile(keys, top_k, first, end))
-            key, above = _find_key(
+                nothing = ordered_key(temperature * 0 + float("-inf"), SHIFT).to(tl.int64)
+                low = tl.maximum(low, _kth_of_tile(keys, top_k, nothing, end))
+            kth, above = _find_key(
                 row_ptr, vocab, low, end, top_k.to(tl.float64), top, inverse,
-                False, SHIFT, TILE, STAGES,
+                False, SHIFT, TILE,
             )  # fmt: skip
             # Where min_p has left fewer than k, this is its threshold, and more than its ties.
-            threshold = key.to(tl.int32)
+            threshold = kth.to(tl.int32)
             num_ties = (top_k - above.to(tl.int64)).to(tl.int32)
         top_p = tl.load(top_ps_ptr + n)
         if top_p < 1:
             mass = tl.zeros([TILE], tl.float32)
             ties = tl.zeros([TILE], tl.int32)
-            for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+            for tile in range(0, vocab, TILE):
                 _, z = _load(row_ptr, tile, vocab, TILE)
                 key = ordered_key(z, SHIFT)
                 mass += tl.where(key > threshold, tl.exp((z - top) * inverse), 0.0)
@@ -195,25 +200,25 @@ def _draw_kernel(
             target = top_p * (tl.sum(mass, 0).to(tl.float64) + num * one)
             # What lies below has together less than 1 - top_p, as the largest logit alone has 1.
             spread = tl.log((1 - top_p) / (2.0 * vocab))
-            lowest = ordered_key((top.to(tl.float64) + scale * spread).to(tl.float32), SHIFT)
-            low = tl.maximum(threshold, lowest - 1).to(tl.int64)
-            key, above = _find_key(
-                row_ptr, vocab, low, end, target, top, inverse,
-                True, SHIFT, TILE, STAGES,
+            first = ordered_key((top.to(tl.float64) + scale * spread).to(tl.float32), SHIFT) - 1
+            first = tl.maximum(threshold, first)
+            reached, above = _find_key(
+                row_ptr, vocab, first.to(tl.int64), end, target, top, inverse,
+                True, SHIFT, TILE,
             )  # fmt: skip
-            key = key.to(tl.int32)
-            one = tl.exp((value_of_key(key, SHIFT) - top) * inverse).to(tl.float64)
+            last = reached.to(tl.int32)
+            one = tl.exp((value_of_key(last, SHIFT) - top) * inverse).to(tl.float64)
             need = tl.ceil((target - above) / one)
             need = tl.minimum(tl.maximum(need, 1.0), ALL + 0.0).to(tl.int32)
-            num_ties = tl.where(key == threshold, tl.minimum(num_ties, need), need)
-            threshold = key
+            num_ties = tl.where(last == threshold, tl.minimum(num_ties, need), need)
+            threshold = last
     last_tie = threshold * 0 + ALL
     if num_ties < ALL:
         last_tie = _id_of_tie(row_ptr, vocab, threshold, num_ties, SHIFT, TILE)
     best_id = _best_kept(
         row_ptr, vocab, threshold, last_tie, is_random, temperature, inverse,
         tl.load(seeds_ptr + row), tl.load(context_lens_ptr + row),
-        SHIFT, TILE, STAGES,
+        SHIFT, TILE,
     )  # fmt: skip
     tl.store(drawn_ptr + n, best_id.to(tl.int64))
     tl.store(last_tokens_ptr + row, best_id.to(tl.int64))
@@ -232,14 +237,13 @@ def _best_kept(
     position,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Returns the id of the largest score, of equals the lowest, among logits above the threshold
     and those equal to it up to the id `last_tie`."""
     first, second = _noise_keys(seed, position)
     best_score = temperature * 0 + float("-inf")
     best_id = last_tie * 0
-    for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+    for tile in range(0, vocab, TILE):
         token_id, z = _load(row_ptr, tile, vocab, TILE)
         key = ordered_key(z, SHIFT)
         is_kept = (key > threshold) | ((key == threshold) & (token_id <= last_tie))
@@ -277,7 +281,6 @@ def draw_filtered(logits: torch.Tensor, filters: FilterRows, state: SamplingStat
         logits.stride(0),
         SHIFT=SHIFTS[logits.dtype],
         TILE=TILE,
-        STAGES=STAGES,
         num_warps=NUM_WARPS,
     )
     return drawn

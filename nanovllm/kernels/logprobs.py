@@ -14,7 +14,6 @@ from nanovllm.utils.special_rows import TopLogprobs
 
 TILE = 4096
 NUM_WARPS = 16
-STAGES = 3
 
 
 @triton.jit
@@ -36,13 +35,12 @@ def _logprobs_kernel(
     num_top,
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # of a row, padded to a power of two
-    STAGES: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + tl.load(index_ptr + n) * stride
     ranks = tl.full([TILE], -0x7FFFFFFFFFFFFFFF, tl.int64)
     best = tl.full([TILE], float("-inf"), tl.float32)
-    for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+    for tile in range(0, vocab, TILE):
         token_id = tile + tl.arange(0, TILE)
         mask = token_id < vocab
         z = tl.load(row_ptr + token_id, mask=mask, other=float("-inf")).to(tl.float32)
@@ -50,7 +48,7 @@ def _logprobs_kernel(
         best = tl.maximum(best, z)
     top = tl.max(best, 0)
     total = tl.zeros([TILE], tl.float32)
-    for tile in tl.range(0, vocab, TILE, num_stages=STAGES):
+    for tile in range(0, vocab, TILE):
         token_id = tile + tl.arange(0, TILE)
         z = tl.load(row_ptr + token_id, mask=token_id < vocab, other=float("-inf"))
         total += tl.exp(z.to(tl.float32) - top)
@@ -93,7 +91,6 @@ def top_logprobs(
         num_top,
         TILE=TILE,
         TILES=triton.next_power_of_2(triton.cdiv(vocab, TILE)),
-        STAGES=STAGES,
         num_warps=NUM_WARPS,
     )
     return TopLogprobs(ids, logprobs)
