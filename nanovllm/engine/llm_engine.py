@@ -13,6 +13,7 @@ from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.executor import TensorParallelExecutor
+from nanovllm.engine.interrupts import deferred_interrupt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.scheduler import Scheduler
@@ -118,8 +119,9 @@ class LLMEngine:
             source: Checkpoint | GivenWeights = Checkpoint(Path(weights).expanduser())
         else:
             source = GivenWeights(weights)
-        runner.update_weights(source)
-        self.reset_prefix_cache()
+        with deferred_interrupt():  # half of them would be no model
+            runner.update_weights(source)
+            self.reset_prefix_cache()
 
     def exit(self) -> None:
         """Drops all requests and frees model and cache. A second call does nothing.

@@ -16,14 +16,13 @@ from nanovllm.engine.batch import (
     Fork,
     PrefillChunk,
     PrefillPart,
-    RowHistory,
-    RowInit,
     ScheduledBatch,
     StepLogprobs,
 )
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.prefix_groups import PrefixGroups
+from nanovllm.engine.row_init import row_init
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stop_rules import StopRules
 
@@ -179,7 +178,7 @@ class Scheduler:
             if seq.row is None:
                 if not self._admission.admit(seq, len(self.running)):
                     break
-                init = self._row_init(seq)
+                init = row_init(seq, self.stop_token_ids)
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
@@ -199,21 +198,6 @@ class Scheduler:
                 if seq.lacks_samples:
                     forks += self._fork(seq, len(seqs) - 1)
         return PrefillPart(*_named(seqs), chunks, _longest(seqs), forks) if seqs else None
-
-    def _row_init(self, seq: Sequence) -> RowInit:
-        return RowInit(seq.sampling_params, seq.seed, list(seq.block_table), self._history(seq))
-
-    def _history(self, seq: Sequence) -> RowHistory | None:
-        """Returns what the row of a sequence needs to know, None if it is sampled plainly."""
-        params = seq.sampling_params
-        if params.is_plain:
-            return None
-        needs_tokens = params.has_penalties or params.prompt_logprobs is not None
-        return RowHistory(
-            seq.num_prompt_tokens,
-            seq.token_ids[:] if needs_tokens else seq.token_ids[:0],
-            params.ending_ids(self.stop_token_ids) if params.min_tokens else frozenset(),
-        )
 
     def _note_prompt_logprobs(self, batch: ScheduledBatch, logprobs: StepLogprobs) -> None:
         """Keeps what a step reports of prompts; what is computed again is replaced."""
@@ -240,7 +224,9 @@ class Scheduler:
             seq.num_tokens += 1
             self.running[seq.seq_id] = seq
             copied = self.block_manager.copied_block(first, seq)
-            forks.append(Fork(chunk, seq.seq_id, _row(seq), self._row_init(seq), copied))
+            forks.append(
+                Fork(chunk, seq.seq_id, _row(seq), row_init(seq, self.stop_token_ids), copied)
+            )
         self.waiting.extendleft(reversed(waiting))
         return forks
 

@@ -67,6 +67,38 @@ def test_samples_equal_requests_of_their_own(
         assert manager.num_free_blocks == manager.num_blocks
 
 
+RICH: dict[str, dict[str, Any]] = {
+    "filters": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias and allowed ids": {"logit_bias": {7: 3.0}, "allowed_token_ids": range(2, 300)},
+    "log probabilities": {"logprobs": 2, "prompt_logprobs": 3},
+    "stops": {"stop": ["a", "e"], "min_tokens": 5, "ignore_eos": False},
+}
+KINDS = [{}, {"max_num_seqs": 3, "num_kvcache_blocks": 16}, {"max_num_batched_tokens": 5}]
+
+
+@pytest.mark.parametrize("rich", RICH)
+@pytest.mark.parametrize("config", KINDS, ids=["plain", "tight", "chunked"])
+def test_samples_of_every_kind_equal_requests_of_their_own(
+    tiny_qwen3: Path, rich: str, config: dict[str, Any]
+) -> None:
+    params = replace(SAMPLES, **RICH[rich])
+    prompts = PROMPTS[2:6]
+    whole = make_paged_llm(tiny_qwen3, **config).generate(list(prompts), params, use_tqdm=False)
+    llm = make_paged_llm(tiny_qwen3)
+    for prompt, output in zip(prompts, whole, strict=True):
+        own = [replace(params, n=1, seed=sample_seed(7, i)) for i in range(N)]
+        expected = llm.generate([prompt] * N, own, use_tqdm=False)
+        for sample, alone in zip(output["outputs"], expected, strict=True):
+            assert sample.keys() == alone.keys()
+            for key in ("text", "token_ids", "finish_reason", "stop_reason"):
+                assert sample[key] == alone[key]
+            for key in ("logprobs", "prompt_logprobs"):
+                pairs = zip(sample.get(key, ()), alone.get(key, ()), strict=True)
+                for reported, wanted in pairs:
+                    assert reported == (wanted and pytest.approx(wanted, abs=1e-4))
+
+
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_prompt_is_computed_once(tiny_qwen3: Path, length: int, caches: bool) -> None:
