@@ -101,8 +101,8 @@ def test_kernels_draw_from_the_filtered_distribution(
 ) -> None:
     from nanovllm.kernels import filters as triton_filters
 
-    logits, params = logits_of(kind, vocab), SamplingParams(**want)
-    n = 20000 if HAS_GPU else 100
+    logits, params = logits_of(kind, vocab).half(), SamplingParams(**want)
+    n = 20000 if HAS_GPU else 40  # the interpreter takes half a second for each
     check(draws(triton_filters, logits, params, n), exact(logits, params))
 
 
