@@ -81,14 +81,16 @@ def check(drawn: torch.Tensor, expected: torch.Tensor) -> None:
         assert stats.chisquare(observed, means * (observed.sum() / means.sum())).pvalue > 1e-4
 
 
+CASES = [(9, kind) for kind in KINDS] + [(503, "tied")]  # a draw in torch takes a millisecond
+
+
 @pytest.mark.parametrize("want", WANTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", [9, 503])
+@pytest.mark.parametrize(("vocab", "kind"), CASES)
 def test_draws_follow_the_filtered_distribution(
     vocab: int, kind: str, want: dict[str, Any]
 ) -> None:
     logits, params = logits_of(kind, vocab), SamplingParams(**want)
-    check(draws(torch_filters, logits, params, 3000), exact(logits, params))
+    check(draws(torch_filters, logits, params, 600), exact(logits, params))
 
 
 @pytest.mark.parametrize("want", WANTS if HAS_GPU else WANTS[6:7], ids=str)
@@ -99,8 +101,8 @@ def test_kernels_draw_from_the_filtered_distribution(
 ) -> None:
     from nanovllm.kernels import filters as triton_filters
 
-    logits, params = logits_of(kind, vocab), SamplingParams(**want)
-    n = 20000 if HAS_GPU else 150
+    logits, params = logits_of(kind, vocab).half(), SamplingParams(**want)
+    n = 20000 if HAS_GPU else 40  # the interpreter takes half a second for each
     check(draws(triton_filters, logits, params, n), exact(logits, params))
 
 
