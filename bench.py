@@ -51,6 +51,17 @@ ENGINE_OPTIONS = (
     "device",
     "dtype",
 )
+SAMPLING_OPTIONS: dict[str, float | None] = {
+    "temperature": 0.6,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
 DEFAULTS = {
     "model": "~/huggingface/Qwen3-0.6B/",
     "num_seqs": 256,
@@ -116,7 +127,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--min-output-len", type=int, help="shortest completion")
     add("--max-output-len", type=int, help="longest completion")
     add("--seed", type=int, default=0, help="of the workload and of the sampling noise")
-    add("--temperature", type=float, default=0.6, help="sampling temperature")
+    for name, value in SAMPLING_OPTIONS.items():
+        number = int if name in ("top_k", "logprobs", "prompt_logprobs") else float
+        add("--" + name.replace("_", "-"), type=number, default=value, help="of SamplingParams")
     add("--runs", type=int, default=1, help="repeats, with other ids of the same lengths")
     add("--json", type=Path, metavar="FILE", help="where to write everything about this benchmark")
     add("--roofline", action="store_true", help="measure this device, print the workload's floor")
@@ -143,6 +156,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         low, high = (getattr(args, f"{bound}_{what}_len") for bound in ("min", "max"))
         if low > high:
             parser.error(f"--min-{what}-len {low} exceeds --max-{what}-len {high}")
+    try:
+        sampling_params(args, max_tokens=1)
+    except ValueError as error:
+        parser.error(f"--{str(error).replace('_', '-')}")
     for name in ("json", "profile"):
         path = getattr(args, name)
         if path is not None and not path.parent.is_dir():
@@ -164,9 +181,14 @@ def make_requests(
     )
     output_lens = [min(n, max_output_len or n) for _, n in workload]
     return [prompt for prompt, _ in workload], [
-        SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True)
-        for n in output_lens
+        sampling_params(args, max_tokens=n) for n in output_lens
     ]
+
+
+def sampling_params(args: argparse.Namespace, max_tokens: int) -> SamplingParams:
+    """Returns the parameters of a request that ends by its length."""
+    options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
 
 
 def run_once(llm: TimedLLM, args: argparse.Namespace, run: int) -> dict[str, Any]:
@@ -207,8 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     construction = perf_counter() - start
     print(f"Construction: {construction:.2f}s", flush=True)
     with llm:
-        warm_up = SamplingParams(temperature=args.temperature, max_tokens=8, ignore_eos=True)
-        llm.generate([0], warm_up, use_tqdm=False)
+        llm.generate([0], sampling_params(args, max_tokens=8), use_tqdm=False)
         runs = [run_once(llm, args, run) for run in range(args.runs)]
         result = {"construction_seconds": construction, "runs": runs, **describe(llm)}
         if args.profile_decode:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypedDict
 
 from nanovllm import LLM
 from nanovllm.engine.batch import ScheduledBatch
-from nanovllm.engine.sequence import Sequence as Request
 
 BAND_ENDS = (4, 16, 64, 128, 256)  # 1-4, 5-16, ..., >256
 
@@ -52,13 +51,13 @@ class TimedLLM(LLM):
         super().__init__(model, **kwargs)
         self.marks: list[Mark] = []
 
-    def _step(self) -> tuple[list[Request], ScheduledBatch | None]:
+    def _step(self) -> ScheduledBatch | None:
         if not self.marks:
             self.marks.append(Mark(perf_counter()))
-        finished, batch = super()._step()
+        batch = super()._step()
         counts = (batch.num_prefilled, batch.num_decoded) if batch else (0, 0)
         self.marks.append(Mark(perf_counter(), *counts))
-        return finished, batch
+        return batch
 
 
 def split(marks: Sequence[Mark], seconds: float) -> Phases:

@@ -6,11 +6,11 @@
 
 from importlib import metadata
 
-from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
+from nanovllm.llm import LLM, sample_seed
+from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamOutput", "__version__", "sample_seed"]
 
 try:
     __version__ = metadata.version("nanovllm")

@@ -37,7 +37,20 @@ CONFINED = {
 }
 TORCH_FREE = [
     f"engine/{name}.py"
-    for name in ("scheduler", "block_manager", "sequence", "batch", "ipc", "shared_prefix")
+    for name in (
+        "scheduler",
+        "block_manager",
+        "sequence",
+        "batch",
+        "ipc",
+        "shared_prefix",
+        "admission",
+        "prefix_groups",
+        "row_init",
+        "stop_rules",
+        "seeds",
+        "completion_text",
+    )
 ]
 
 

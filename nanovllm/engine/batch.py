@@ -6,11 +6,27 @@ carries the scheduled slices of prompts, and decode little more than its rows.
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.engine.shared_prefix import PrefixGroup
+from nanovllm.outputs import Logprobs
 from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowHistory:
+    """What a row that is more than plainly sampled needs to know of its sequence.
+
+    num_prompt_tokens: leading tokens that belong to the prompt.
+    token_ids: all known tokens, if penalties or log probabilities of the prompt depend on them.
+    late_ids: ids that may be drawn only after `min_tokens` others.
+    """
+
+    num_prompt_tokens: int
+    token_ids: "array[int]"
+    late_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +36,13 @@ class RowInit:
     sampling_params: the caller's own object.
     seed: 64 bits that key the row's sampling noise.
     block_table: the blocks of all known tokens of the sequence.
+    history: None if `sampling_params` are plain.
     """
 
     sampling_params: SamplingParams
     seed: int
     block_table: list[int]
+    history: RowHistory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,33 @@ class PrefillChunk:
     is_last: bool
     is_cached: bool
     init: RowInit | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The K/V of the first `num_tokens` tokens of one block goes to another one, once the step has
+    computed it."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Another sample of a prompt that ends in the step: its first token comes from the same logits.
+
+    Its block table begins with the prompt's full blocks.
+
+    chunk: index of the prompt's last chunk.
+    copied: the block behind these, if the prompt fills it in part: the sample has a copy of it.
+    """
+
+    chunk: int
+    seq_id: int
+    row: int
+    init: RowInit
+    copied: BlockCopy | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +122,14 @@ class PrefillPart:
 
     seq_ids, rows, chunks: parallel, one entry per sequence.
     max_context_len: longest context, this step's tokens included.
+    forks: further samples of prompts that end in this step.
     """
 
     seq_ids: list[int]
     rows: list[int]
     chunks: list[PrefillChunk]
     max_context_len: int
+    forks: list[Fork] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -90,9 +137,9 @@ class PrefillPart:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The rows whose prompt ends in this step, so that they get a token."""
+        """The rows that get a token: those whose prompt ends in this step, then the forks."""
         pairs = zip(self.rows, self.chunks, strict=True)
-        return [row for row, chunk in pairs if chunk.is_last]
+        return [row for row, chunk in pairs if chunk.is_last] + [fork.row for fork in self.forks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +166,20 @@ class ScheduledBatch:
         if self.prefill:
             pairs = zip(self.prefill.seq_ids, self.prefill.chunks, strict=True)
             seq_ids += [seq_id for seq_id, chunk in pairs if chunk.is_last]
+            seq_ids += [fork.seq_id for fork in self.prefill.forks]
         return seq_ids
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """The log probabilities that a step reports, by sequence id; only of those that want them.
+
+    sampled: those of the token that the step has sampled.
+    prompts: those of each prompt token that follows one of the sequence's chunk, in order.
+    """
+
+    sampled: Mapping[int, Logprobs] = field(default_factory=dict)
+    prompts: Mapping[int, list[Logprobs]] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):
@@ -127,4 +187,8 @@ class StepHandle(Protocol):
 
     def token_ids(self) -> list[int]:
         """Waits for the step; returns one id for each of the batch's `sampled_seq_ids`."""
+        ...
+
+    def logprobs(self) -> StepLogprobs:
+        """Returns what the step reports, once `token_ids` has returned."""
         ...

@@ -21,13 +21,18 @@ from nanovllm.engine.prefill_layout import (
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.context import SharedPrefixes
 
+Sampled = tuple[torch.Tensor, torch.Tensor]
+
 
 class Steps(Protocol):
-    """The steps of a `ModelRunner` that are captured. They return the sampled ids."""
+    """The steps of a `ModelRunner` that are captured.
+
+    They return the sampled ids, and the logits that they were drawn from.
+    """
 
     def decode_step(
         self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
-    ) -> torch.Tensor: ...
+    ) -> Sampled: ...
 
     def prefill_step(
         self,
@@ -37,7 +42,7 @@ class Steps(Protocol):
         max_seqlen_q: int,
         max_context_len: int,
         is_paged: bool,
-    ) -> torch.Tensor: ...
+    ) -> Sampled: ...
 
 
 class CapturedSteps:
@@ -96,8 +101,8 @@ class CapturedSteps:
 
     def decode(
         self, part: DecodePart, send: Callable[[np.ndarray], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Replays the graph of a decode step, None if it has none; returns the sampled ids.
+    ) -> Sampled | None:
+        """Replays the graph of a decode step, None if it has none; returns what the step does.
 
         send: copies the inputs to the device.
         """
@@ -106,7 +111,7 @@ class CapturedSteps:
 
     def prefill(
         self, part: PrefillPart, send: Callable[[np.ndarray], torch.Tensor]
-    ) -> torch.Tensor | None:
+    ) -> Sampled | None:
         """As `decode`, for a prefill."""
         is_long = part.max_context_len > self._prefill_context
         return None if is_long else _replay(self._prefills, part, send)
@@ -114,7 +119,7 @@ class CapturedSteps:
     def _capture_decodes(
         self, steps: Steps, layouts: Sequence[RowsLayout]
     ) -> StepGraphs[RowsLayout]:
-        def step(layout: RowsLayout, rows: torch.Tensor) -> torch.Tensor:
+        def step(layout: RowsLayout, rows: torch.Tensor) -> Sampled:
             return steps.decode_step(rows, self._max_model_len)
 
         return self._captured(step, layouts)
@@ -122,7 +127,7 @@ class CapturedSteps:
     def _capture_prefixes(
         self, steps: Steps, layouts: Sequence[PrefixDecodeLayout]
     ) -> StepGraphs[PrefixDecodeLayout]:
-        def step(layout: PrefixDecodeLayout, packed: torch.Tensor) -> torch.Tensor:
+        def step(layout: PrefixDecodeLayout, packed: torch.Tensor) -> Sampled:
             rows, prefixes = layout.unpack(packed)
             return steps.decode_step(rows, self._max_model_len, prefixes)
 
@@ -131,7 +136,7 @@ class CapturedSteps:
     def _capture_prefills(
         self, steps: Steps, layouts: Sequence[PrefillLayout]
     ) -> StepGraphs[PrefillLayout]:
-        def step(layout: PrefillLayout, packed: torch.Tensor) -> torch.Tensor:
+        def step(layout: PrefillLayout, packed: torch.Tensor) -> Sampled:
             return steps.prefill_step(
                 layout.unpack(packed),
                 layout.num_seqs,
@@ -144,7 +149,7 @@ class CapturedSteps:
 
     def _captured(
         self,
-        step: Callable[[Layout, torch.Tensor], torch.Tensor],
+        step: Callable[[Layout, torch.Tensor], Sampled],
         layouts: Sequence[Layout],
     ) -> StepGraphs[Layout]:
         with applied(self._tuned_matmuls):
@@ -155,8 +160,9 @@ def _replay(
     graphs: StepGraphs[Layout] | None,
     part: DecodePart | PrefillPart,
     send: Callable[[np.ndarray], torch.Tensor],
-) -> torch.Tensor | None:
+) -> Sampled | None:
     layout = graphs.layout_for(part) if graphs is not None else None
     if graphs is None or layout is None:
         return None
-    return graphs.replay(layout, send(layout.pack(part)))
+    token_ids, logits = graphs.replay(layout, send(layout.pack(part)))
+    return token_ids, logits

@@ -49,8 +49,30 @@ class StepLayout(Protocol):
 Layout = TypeVar("Layout", bound=StepLayout)
 
 
+class _Borrowed:
+    """Memory of a graph, as torch can view it without keeping it allocated."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.itemsize}",  # whatever they are: it knows no bfloat16
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a contiguous tensor that does not keep its memory allocated.
+
+    Graphs that share a pool may use the same memory for their results, one after the other: the
+    logits of all batch sizes would not fit side by side.
+    """
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_Borrowed(tensor), device=tensor.device).view(tensor.dtype)
+
+
 class StepGraphs(Generic[Layout]):
-    """One graph of `step` for each layout of its inputs, which it maps to sampled ids.
+    """One graph of `step` for each layout of its inputs, which it maps to result tensors.
 
     The graphs are captured on the current stream, which must not be the device's default one;
     another stream would take workspaces of its own.
@@ -58,7 +80,7 @@ class StepGraphs(Generic[Layout]):
 
     def __init__(
         self,
-        step: Callable[[Layout, torch.Tensor], torch.Tensor],
+        step: Callable[[Layout, torch.Tensor], tuple[torch.Tensor, ...]],
         layouts: Sequence[Layout],
         device: torch.device,
     ) -> None:
@@ -66,7 +88,7 @@ class StepGraphs(Generic[Layout]):
         self._layouts = layouts
         self._inputs = torch.empty(layouts[-1].size, dtype=torch.int64, device=device)
         self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
-        self._sampled: dict[Layout, torch.Tensor] = {}
+        self._results: dict[Layout, tuple[torch.Tensor, ...]] = {}
         pool, stream = None, torch.cuda.current_stream(device)
         for layout in reversed(layouts):  # largest first: the others fit into its memory
             graph, inputs = torch.cuda.CUDAGraph(), self._inputs[: layout.size]
@@ -77,7 +99,9 @@ class StepGraphs(Generic[Layout]):
             with torch.cuda.graph(
                 graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
-                self._sampled[layout] = step(layout, inputs)
+                results = step(layout, inputs)
+            self._results[layout] = tuple(map(_borrowed, results))
+            del results
             pool = pool or graph.pool()
             self._graphs[layout] = graph
 
@@ -85,14 +109,14 @@ class StepGraphs(Generic[Layout]):
         """Returns the smallest layout that holds this part of a batch, None if there is none."""
         return next((layout for layout in self._layouts if layout.holds(part)), None)
 
-    def replay(self, layout: Layout, packed: torch.Tensor) -> torch.Tensor:
+    def replay(self, layout: Layout, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """packed: inputs on the device, int64 [layout.size] -> what the step returns for them.
 
-        The result is valid until the next replay; `DeviceToHost.fetch` queues its copy before that.
+        The results are valid until the next replay; whoever reads them queues that before.
         """
         self._inputs[: layout.size].copy_(packed)
         self._graphs[layout].replay()
-        return self._sampled[layout]
+        return self._results[layout]
 
 
 def graph_bytes(

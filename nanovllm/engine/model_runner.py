@@ -1,7 +1,7 @@
 """One device's side of the engine: it loads a model, and computes scheduled batches on it."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls
 from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
-from nanovllm.engine.captured_steps import CapturedSteps
+from nanovllm.engine.captured_steps import CapturedSteps, Sampled
 from nanovllm.engine.compilation import (
     compile_together,
     decode_attention_calls,
@@ -19,6 +19,7 @@ from nanovllm.engine.compilation import (
 )
 from nanovllm.engine.cuda_graph import bucket_sizes
 from nanovllm.engine.kv_cache import KVCache
+from nanovllm.engine.logprobs import StepReports
 from nanovllm.engine.prefill_layout import PrefillArrays, PrefillLayout
 from nanovllm.engine.row_state import RowState, StepInputs
 from nanovllm.engine.staging import DeviceToHost, FetchedIds
@@ -28,10 +29,10 @@ from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.causal_lm import CausalLM
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.checkpoint import Checkpoint, WeightSource
 from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import check_weights, load_model, update_weights
 
 
 class ModelRunner:
@@ -75,7 +76,28 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
         with self._on_stream(), torch.inference_mode():
-            return self._to_host.fetch(self._sampled_ids(batch))
+            reports = StepReports()
+            return self._to_host.fetch(self._sampled_ids(batch, reports), reports)
+
+    def check_weights(self, source: WeightSource) -> None:
+        """Raises the errors of `update_weights`, on this rank alone, and changes nothing."""
+        with torch.inference_mode():
+            check_weights(self.model, source, self.model.packed_modules_mapping)
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replaces all weights; on a GPU in place, so that CUDA graphs stay valid.
+
+        Raises `ValueError` and changes nothing if they do not match the model. No rank returns
+        before all have read them.
+        """
+        if self._stream:  # the caller's may still compute the weights
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._on_stream(), torch.inference_mode():
+            mapping = self.model.packed_modules_mapping
+            update_weights(self.model, source, mapping, self.config.torch_dtype)
+            if self._stream:
+                self._stream.synchronize()
+        self.group.min(0)
 
     def drop_graphs(self) -> None:
         """Frees the CUDA graphs without waiting for the GPU; later steps run without them."""
@@ -138,7 +160,7 @@ class ModelRunner:
         calls = expert_calls(self.model) + decode_attention_calls(attention, sizes)
         if sizes:  # the backend compiles
             calls += prefill_attention_calls(attention, warm_up_batches(config, []))
-        compile_together(calls, device)
+        compile_together(calls + self.rows.special.kernel_calls(config.torch_dtype), device)
         captured = self._steps_to_capture()
         working_bytes = activation_bytes(self._warm_up, device)
         working_bytes += captured.num_bytes(self) if captured else 0
@@ -165,31 +187,44 @@ class ModelRunner:
             tuned_matmuls=self._tuned_matmuls,
         )
 
-    def _sampled_ids(self, batch: ScheduledBatch) -> Iterator[torch.Tensor]:
+    def _sampled_ids(self, batch: ScheduledBatch, reports: StepReports) -> Iterator[torch.Tensor]:
         """Launches the parts of a step one after the other; yields the ids that each samples.
 
         Decode comes first: its launch is short, and the GPU is busy with it while the host prepares
-        the prompts.
+        the prompts. The parts add to `reports` what they have to report.
         """
         if batch.decode is not None:
-            yield self._decode(batch.decode)
+            yield self._decode(batch.decode, reports)
         if batch.prefill is not None:
-            yield self._prefill(batch.prefill)
+            yield self._prefill(batch.prefill, reports)
 
-    def _prefill(self, part: PrefillPart) -> torch.Tensor:
+    def _prefill(self, part: PrefillPart, reports: StepReports) -> torch.Tensor:
         self.rows.start(part)
-        num_sampled = len(part.sampled_rows)
-        ids = self._captured.prefill(part, self.rows.send) if self._captured else None
-        if ids is not None:
-            return ids[:num_sampled]
-        layout = PrefillLayout(part.num_tokens, len(part.rows))
-        return self.prefill_step(
-            layout.unpack(self.rows.send(layout.pack(part))),
-            num_sampled,
-            max_seqlen_q=max(len(chunk.token_ids) for chunk in part.chunks),
-            max_context_len=part.max_context_len,
-            is_paged=any(chunk.start or chunk.is_cached for chunk in part.chunks),
-        )
+        targets = self.rows.special.prompt_targets(part)
+        sampled = None
+        if self._captured and not targets:
+            sampled = self._captured.prefill(part, self.rows.send)
+        if sampled is None:
+            compute_logits = self.model.compute_logits
+
+            def report(hidden: torch.Tensor) -> None:
+                reported = self.rows.special.report_prompts(targets, hidden, compute_logits)
+                reports.add_prompts(reported)
+
+            layout = PrefillLayout(part.num_tokens, len(part.rows), len(part.forks))
+            sampled = self.prefill_step(
+                layout.unpack(self.rows.send(layout.pack(part))),
+                len(part.sampled_rows),
+                max_seqlen_q=max(len(chunk.token_ids) for chunk in part.chunks),
+                max_context_len=part.max_context_len,
+                is_paged=any(chunk.start or chunk.is_cached for chunk in part.chunks),
+                report=report if targets else None,
+            )
+        pairs = zip(part.seq_ids, part.chunks, strict=True)
+        seq_ids = [seq_id for seq_id, chunk in pairs if chunk.is_last]
+        seq_ids += [fork.seq_id for fork in part.forks]
+        self.kv_cache.copy(fork.copied for fork in part.forks if fork.copied)
+        return self._redrawn(sampled, part.sampled_rows, seq_ids, reports)
 
     def prefill_step(
         self,
@@ -199,44 +234,64 @@ class ModelRunner:
         max_seqlen_q: int,
         max_context_len: int,
         is_paged: bool,
-    ) -> torch.Tensor:
-        """Prefills, and samples after the first `num_sampled` of the `last_tokens`."""
+        report: Callable[[torch.Tensor], None] | None = None,
+    ) -> Sampled:
+        """Prefills, and samples after the first `num_sampled` of the `last_tokens`.
+
+        report: takes the hidden states of all tokens, [t, hidden_size].
+        """
         inputs = self.rows.prefill_inputs(
             arrays,
             max_seqlen_q=max_seqlen_q,
             max_context_len=max_context_len,
             is_paged=is_paged,
         )
-        hidden = self._forward(inputs, arrays.last_tokens[:num_sampled])
+        last_tokens = arrays.last_tokens[:num_sampled]
+        if report is None:
+            hidden = self._forward(inputs, last_tokens)
+        else:
+            all_hidden = self._forward(inputs)
+            report(all_hidden)
+            hidden = all_hidden[last_tokens]
         rows = arrays.sampled_rows[:num_sampled]
-        return self._sample(hidden, rows) if num_sampled else rows  # no prompt ends: no ids
+        return self._sample(hidden, rows) if num_sampled else (rows, hidden)  # no prompt ends
 
-    def _decode(self, part: DecodePart) -> torch.Tensor:
+    def _decode(self, part: DecodePart, reports: StepReports) -> torch.Tensor:
         self.rows.grow(part.growth)
-        ids = self._captured.decode(part, self.rows.send) if self._captured else None
-        if ids is not None:
-            return ids[: len(part.rows)]
-        return self.decode_step(self.rows.send(np.array(part.rows)), part.max_context_len)
+        sampled = self._captured.decode(part, self.rows.send) if self._captured else None
+        if sampled is None:
+            sampled = self.decode_step(self.rows.send(np.array(part.rows)), part.max_context_len)
+        return self._redrawn(sampled, part.rows, part.seq_ids, reports)
 
     def decode_step(
         self, rows: torch.Tensor, max_context_len: int, prefixes: SharedPrefixes | None = None
-    ) -> torch.Tensor:
+    ) -> Sampled:
         """Computes the last token of each row, and samples the next."""
         inputs = self.rows.decode_inputs(rows, max_context_len, prefixes)
         return self._sample(self._forward(inputs), rows)
+
+    def _redrawn(
+        self, sampled: Sampled, rows: list[int], seq_ids: list[int], reports: StepReports
+    ) -> torch.Tensor:
+        """Draws again for those of `rows` that want more than plain sampling.
+
+        sampled: what a step returns, for these rows and then padding -> token ids int64 [len(rows)]
+        """
+        token_ids, logits = (result[: len(rows)] for result in sampled)
+        reports.add_sampled(self.rows.special.draw(logits, token_ids, rows, seq_ids))
+        return token_ids
 
     def _forward(self, inputs: StepInputs, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """wanted: int64 [m], the tokens whose hidden states are returned; None for all."""
         return self.model(inputs.input_ids, inputs.positions, inputs.context, wanted)
 
-    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor) -> Sampled:
         """Samples one token for each row and stores it as the row's last token.
 
-        hidden [n, hidden_size], rows int64 [n] -> token ids int64 [n]
+        hidden [n, hidden_size], rows int64 [n] -> token ids int64 [n], logits
         """
         logits = self.model.compute_logits(hidden)
-        sampled: torch.Tensor = self.sampler(logits, rows, self.rows.sampling)
-        return sampled
+        return self.sampler(logits, rows, self.rows.sampling), logits
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads
@@ -247,6 +302,8 @@ class ModelRunner:
             # What the steps before have left must not grow past the block tables.
             self.rows.sampling.context_lens.clamp_(max=self.config.max_model_len - 1)
             self.launch(batch).token_ids()
+        for call in self.rows.special.kernel_calls(self.config.torch_dtype):
+            call()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import BlockGrowth, PrefillPart
 from nanovllm.engine.prefill_layout import PrefillArrays
+from nanovllm.engine.special_rows import SpecialRows
 from nanovllm.engine.staging import HostToDevice
 from nanovllm.utils.context import Context, SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
@@ -37,6 +38,7 @@ class RowState:
         self.block_size = config.kvcache_block_size
         self._to_device = HostToDevice(device, group)
         self.sampling = SamplingState.zeros(max_num_seqs, device)
+        self.special = SpecialRows(config, group, self.sampling, self._to_device)
         self.block_tables = torch.zeros(
             max_num_seqs, config.max_blocks_per_seq, dtype=torch.int32, device=device
         )
@@ -44,6 +46,7 @@ class RowState:
     def start(self, part: PrefillPart) -> None:
         """Starts the rows of the sequences that are new in this step."""
         inits = {r: c.init for r, c in zip(part.rows, part.chunks, strict=True) if c.init}
+        inits |= {fork.row: fork.init for fork in part.forks}
         if not inits:
             return
         width = max(len(init.block_table) for init in inits.values())
@@ -58,7 +61,13 @@ class RowState:
             np.array(list(inits)), tables.ravel(), *columns
         )
         self.sampling.start(rows, *columns_on_device)
+        self.special.start(inits)
         self.block_tables[rows, :width] = tables_on_device.view(len(inits), width).to(torch.int32)
+        if part.forks:
+            ends = [chunk.start + len(chunk.token_ids) for chunk in part.chunks]
+            pairs = np.array([(fork.row, ends[fork.chunk]) for fork in part.forks])
+            forked, lens = self._to_device.send(*pairs.T)
+            self.sampling.context_lens[forked] = lens
 
     def prefill_inputs(
         self, arrays: PrefillArrays, *, max_seqlen_q: int, max_context_len: int, is_paged: bool

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from nanovllm.engine.batch import StepLogprobs
+from nanovllm.engine.logprobs import StepReports
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import TIMEOUT, PeerLostError
 from nanovllm.utils.waiting import wait_until
@@ -93,17 +95,27 @@ class HostToDevice:
 
 
 class FetchedIds:
-    """A `StepHandle` whose ids are on the host once `event` has passed."""
+    """A `StepHandle` whose ids and reports are on the host once `event` has passed."""
 
-    def __init__(self, ids: torch.Tensor, event: torch.cuda.Event | None, group: TPGroup) -> None:
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        event: torch.cuda.Event | None,
+        group: TPGroup,
+        reports: StepReports,
+    ) -> None:
         self._ids = ids
         self._event = event
         self._group = group
+        self._reports = reports
 
     def token_ids(self) -> list[int]:
         if self._event is not None:
             wait_for(self._event, self._group)
         return self._ids.tolist()
+
+    def logprobs(self) -> StepLogprobs:
+        return self._reports.merged()
 
 
 class DeviceToHost:
@@ -119,17 +131,18 @@ class DeviceToHost:
             _PinnedBuffer(capacity) for _ in range(NUM_BUFFERS if self._is_cuda else 0)
         ]
 
-    def fetch(self, parts: Iterable[torch.Tensor]) -> FetchedIds:
+    def fetch(self, parts: Iterable[torch.Tensor], reports: StepReports) -> FetchedIds:
         """Fetches the parts one after the other, int64 [n] each.
 
         The copy of each is queued before the next part is made, which may overwrite it.
+        reports: to which the parts add, as they are made.
         """
         if not self._is_cuda:
-            return FetchedIds(torch.cat(list(parts)), None, self._group)
+            return FetchedIds(torch.cat(list(parts)), None, self._group, reports)
         buffer, size = self._buffers.pop(0), 0
         self._buffers.append(buffer)
         for ids in parts:
             buffer.tensor[size : size + len(ids)].copy_(ids, non_blocking=True)
             size += len(ids)
         buffer.copied.record()
-        return FetchedIds(buffer.tensor[:size], buffer.copied, self._group)
+        return FetchedIds(buffer.tensor[:size], buffer.copied, self._group, reports)

@@ -62,6 +62,7 @@ def compile_cpu_kernels(dtype: torch.dtype, has_attention: bool) -> None:
 @functools.cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Returns whether weights in `dtype` are multiplied by `kernels.cpu`, in fp32, rather than by
-    oneDNN: where the CPU would have to widen them anyway."""
+    oneDNN: where the CPU would have to widen them anyway. With AVX-512 it has not been measured."""
     is_wide = dtype == torch.float32 or not has_instructions(dtype)
-    return has_onednn() and is_wide and cpu_module() is not None
+    is_measured = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return has_onednn() and is_wide and is_measured and cpu_module() is not None

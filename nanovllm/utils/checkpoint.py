@@ -38,15 +38,32 @@ class SliceableTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Where a tensor lies, and its shape and dtype, the latter as safetensors spells it."""
+    """The shape of a tensor, and its dtype as safetensors spells it."""
 
-    file: Path
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
+
+
+class WeightSource(Protocol):
+    """Where a model's weights come from: tensors by name."""
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def header(self, name: str) -> TensorHeader: ...
+
+    def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
+        """Yields (name, tensor); a tensor is readable until the next is asked for."""
+        ...
 
 
 def _open(file: Path) -> Any:
@@ -94,18 +111,24 @@ class Checkpoint:
         """Reads the headers; raises `ValueError` for a damaged, missing or duplicate part."""
         self.path = Path(path)
         self._headers: dict[str, TensorHeader] = {}
+        self._file_of: dict[str, Path] = {}
         for file in weight_files(self.path):
             with _open(file) as handle:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
                     if name in self._headers:
-                        other = self._headers[name].file.name
+                        other = self._file_of[name].name
                         raise ValueError(
                             f"{self.path}: tensor {name!r} is in both {other} and {file.name}; "
                             "remove the stale file"
                         )
                     tensor = handle.get_slice(name)
                     shape = tuple(tensor.get_shape())
-                    self._headers[name] = TensorHeader(file, shape, tensor.get_dtype())
+                    self._headers[name] = TensorHeader(shape, tensor.get_dtype())
+                    self._file_of[name] = file
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
 
     @property
     def names(self) -> set[str]:
@@ -118,9 +141,9 @@ class Checkpoint:
     def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
         """Yields (name, tensor) file by file; a tensor is readable until the next is asked for."""
         by_file: dict[Path, list[str]] = {}
-        for name, header in self._headers.items():  # in the order in which the file has them
+        for name, path in self._file_of.items():  # in the order in which the file has them
             if name in names:
-                by_file.setdefault(header.file, []).append(name)
+                by_file.setdefault(path, []).append(name)
         for path, names_of_file in by_file.items():
             file = _File(path)
             for name in names_of_file:
@@ -142,7 +165,7 @@ class Checkpoint:
             return tie_word_embeddings is not False
         if not tie_word_embeddings:
             return False
-        is_tied = self._are_equal(LM_HEAD, EMBEDDING)
+        is_tied = has_equal_head(self)
         if not is_tied:
             logger.warning(
                 "%s: tie_word_embeddings is true, but %s differs from the embedding; keeping both",
@@ -151,16 +174,15 @@ class Checkpoint:
             )
         return is_tied
 
-    def _are_equal(self, *names: str) -> bool:
-        """Returns whether two tensors are equal. It reads them piece by piece."""
-        first, second = (_File(self._headers[name].file) for name in names)
-        one, other = (self._headers[name] for name in names)
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return False
-        return all(
-            torch.equal(first.read(names[0], rows), second.read(names[1], rows))
-            for rows in pieces(one.shape[0], one.num_bytes)
-        )
+
+def has_equal_head(source: WeightSource) -> bool:
+    """Returns whether the LM head and the embedding of a source that has both are equal."""
+    header = source.header(LM_HEAD)
+    if header != source.header(EMBEDDING):
+        return False
+    (_, head), (_, embedding) = (next(source.tensors({name})) for name in (LM_HEAD, EMBEDDING))
+    rows = pieces(header.shape[0], header.num_bytes)
+    return all(torch.equal(head[piece], embedding[piece]) for piece in rows)
 
 
 def pieces(num_rows: int, num_bytes: int) -> Iterator[slice]:

@@ -1,22 +1,34 @@
-"""Loads a safetensors checkpoint into a model's parameters, all of them or none.
+"""Loads weights into a model's parameters, all of them or none.
 
 Each parameter may carry a `WeightLoader` that knows which slices of which checkpoint tensors fill
-it on this rank; a parameter without one is copied whole. The tensors that the checkpoint has and
-those that the model expects are compared by name, shape and dtype before any data are read. Data
-are copied in pieces, so that the host holds little of them at a time.
+it on this rank; a parameter without one is copied whole. The tensors that there are and those that
+the model expects are compared by name, shape and dtype before any data are read. Data are copied in
+pieces, so that the host holds little of them at a time.
 """
 
 from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
-from nanovllm.utils.checkpoint import ITEM_BYTES, LM_HEAD, Checkpoint, SliceableTensor, pieces
+from nanovllm.utils.checkpoint import (
+    EMBEDDING,
+    ITEM_BYTES,
+    LM_HEAD,
+    SliceableTensor,
+    WeightSource,
+    has_equal_head,
+    pieces,
+)
 
 PROGRESS_SECONDS = 3.0  # a shorter load shows no progress bar
 
+# By checkpoint tensor name, the parameter that it fills and which part of it.
+Sources = dict[str, tuple[nn.Parameter, str | None]]
 PackedModules = Mapping[str, tuple[str, ...]]  # our module -> checkpoint modules packed into it
 
 
@@ -126,68 +138,133 @@ def _weight_loader(param: nn.Parameter) -> AnyWeightLoader:
     return getattr(param, "weight_loader", None) or whole
 
 
+class _Rounded:
+    """A tensor in another dtype, converted slice by slice."""
+
+    def __init__(self, tensor: SliceableTensor, dtype: torch.dtype) -> None:
+        self.shape = tensor.shape
+        self._tensor = tensor
+        self._dtype = dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index].to(self._dtype)
+
+
 def load_model(
     model: Parameterized,
-    checkpoint: Checkpoint,
+    source: WeightSource,
     packed_modules: PackedModules,
     *,
     shows_progress: bool = False,
 ) -> None:
     """Fills every parameter of `model`, which may have been loaded before.
 
-    Raises `ValueError` if the checkpoint and the model do not match exactly. A model made in
-    inference mode must be loaded in inference mode.
+    Raises `ValueError` if the weights and the model do not match exactly. A model made in inference
+    mode must be loaded in inference mode.
 
     shows_progress: a load that takes some seconds shows a progress bar.
     """
+    with _loading(model):
+        _fill(check_tensors(model, source, packed_modules), source, shows_progress=shows_progress)
+
+
+def update_weights(
+    model: Parameterized, source: WeightSource, packed_modules: PackedModules, dtype: torch.dtype
+) -> None:
+    """Replaces the weights of a loaded model, in place where it computes with them as they come.
+
+    dtype: the model's, to which the weights are converted.
+
+    Raises `ValueError` and changes nothing if the weights do not match exactly.
+    """
+    with _loading(model):
+        _fill(_checked(model, source, packed_modules), source, dtype)
+
+
+def check_weights(
+    model: Parameterized, source: WeightSource, packed_modules: PackedModules
+) -> None:
+    """Raises the errors of `update_weights`, and changes nothing."""
+    with _loading(model):
+        _checked(model, source, packed_modules)
+
+
+@contextmanager
+def _loading(model: Parameterized) -> Iterator[None]:
+    """Holds the parameters in the checkpoint's layout within the block."""
     transforming = [m for m in model.modules() if isinstance(m, TransformsWeights)]
     for module in transforming:
         module.start_loading()
-    sources = check_tensors(model, checkpoint, packed_modules)
-    num_bytes = sum(checkpoint.header(name).num_bytes for name in sources)
+    try:
+        yield
+    finally:
+        for module in transforming:
+            module.finish_loading()
+
+
+def _fill(
+    sources: Sources,
+    given: WeightSource,
+    dtype: torch.dtype | None = None,
+    *,
+    shows_progress: bool = False,
+) -> None:
+    """Copies tensors into parameters that are in the checkpoint's layout.
+
+    dtype: what the tensors are rounded to before; None converts them straight to the parameters'
+        dtype, which may be wider than the model's.
+    """
     with tqdm(
-        total=num_bytes,
+        total=sum(given.header(name).num_bytes for name in sources),
         desc="Loading weights",
         unit="B",
         unit_scale=True,
         delay=PROGRESS_SECONDS,
         disable=not shows_progress,
     ) as bar:
-        for name, tensor in checkpoint.tensors(set(sources)):
+        for name, tensor in given.tensors(set(sources)):
             param, part = sources[name]
-            _weight_loader(param)(param, tensor, part)
-            bar.update(checkpoint.header(name).num_bytes)
-    for module in transforming:
-        module.finish_loading()
+            rounded = tensor if dtype is None else _Rounded(tensor, dtype)
+            _weight_loader(param)(param, rounded, part)
+            bar.update(given.header(name).num_bytes)
+
+
+def _checked(model: Parameterized, given: WeightSource, packed_modules: PackedModules) -> Sources:
+    """Returns what `check_tensors` does, once a tied head, if there is one, is found equal."""
+    sources = check_tensors(model, given, packed_modules)
+    is_tied = LM_HEAD not in sources
+    if is_tied and {LM_HEAD, EMBEDDING} <= given.names and not has_equal_head(given):
+        raise ValueError(
+            f"{given.label}: {LM_HEAD} differs from {EMBEDDING}, but the model ties them; "
+            "load such a checkpoint with a new LLM"
+        )
+    return sources
 
 
 def check_tensors(
-    model: Parameterized, checkpoint: Checkpoint, packed_modules: PackedModules
-) -> dict[str, tuple[nn.Parameter, str | None]]:
+    model: Parameterized, given: WeightSource, packed_modules: PackedModules
+) -> Sources:
     """Returns, by checkpoint tensor name, the parameter that it fills and which part of it.
 
-    Raises `ValueError` if the checkpoint's tensors are not those that the model expects. The
-    parameters need no memory.
+    Raises `ValueError` if the tensors are not those that the model expects. The parameters need no
+    memory.
     """
-    sources = _sources(model, packed_modules, checkpoint.names)
-    _check_names(checkpoint, set(sources))
+    sources = _sources(model, packed_modules, given.names)
+    _check_names(given, set(sources))
     for name, (param, part) in sources.items():
-        header, expected = checkpoint.header(name), _weight_loader(param).source_shape(param, part)
+        header, expected = given.header(name), _weight_loader(param).source_shape(param, part)
         problem = None
         if list(header.shape) != expected:
             problem = f"its shape is {list(header.shape)}, the config asks for {expected}"
         elif header.dtype not in ITEM_BYTES:
             problem = f"dtype {header.dtype} is not supported, as quantized checkpoints have it"
         if problem is not None:
-            raise ValueError(f"{checkpoint.path}: cannot load tensor {name!r}: {problem}")
+            raise ValueError(f"{given.label}: cannot load tensor {name!r}: {problem}")
     return sources
 
 
-def _sources(
-    model: Parameterized, packed_modules: PackedModules, available: Set[str]
-) -> dict[str, tuple[nn.Parameter, str | None]]:
-    """Returns, by checkpoint tensor name, the parameter that it fills and which part of it."""
-    sources: dict[str, tuple[nn.Parameter, str | None]] = {}
+def _sources(model: Parameterized, packed_modules: PackedModules, available: Set[str]) -> Sources:
+    sources: Sources = {}
     for param_name, param in model.named_parameters():  # yields tied parameters once
         loader = _weight_loader(param)
         if isinstance(loader, NamesTensors):
@@ -205,18 +282,18 @@ def _sources(
     return sources
 
 
-def _check_names(checkpoint: Checkpoint, expected: set[str]) -> None:
-    """Raises `ValueError` if the checkpoint lacks an expected tensor or has an unknown one."""
-    missing = expected - checkpoint.names
+def _check_names(given: WeightSource, expected: set[str]) -> None:
+    """Raises `ValueError` if the source lacks an expected tensor or has an unknown one."""
+    missing = expected - given.names
     if missing:
         raise ValueError(
-            f"{checkpoint.path} lacks tensors that its config asks for: {_summary(missing)}"
+            f"{given.label} lacks tensors that its config asks for: {_summary(missing)}"
         )
-    unknown = checkpoint.names - expected
+    unknown = given.names - expected
     unknown -= set() if LM_HEAD in expected else {LM_HEAD}  # if tied, a copy of the embedding
     if unknown:
         raise ValueError(
-            f"{checkpoint.path} has tensors that its architecture does not know: "
+            f"{given.label} has tensors that its architecture does not know: "
             f"{_summary(unknown)}; quantized or adapter checkpoints are not supported"
         )
 

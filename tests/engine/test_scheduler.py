@@ -2,9 +2,12 @@
 
 from array import array
 
-from nanovllm.engine.batch import BlockGrowth, ScheduledBatch
+import pytest
+
+from nanovllm.engine.admission import MAX_STEPS_HELD
+from nanovllm.engine.batch import BlockCopy, BlockGrowth, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MAX_STEPS_HELD, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -301,3 +304,86 @@ def test_recover_starts_every_resident_afresh_in_order() -> None:
     batch = step(scheduler)
     assert spans(batch) == [(0, 4, 5), (1, 4, 5), (2, 0, 8)], "only completed steps are cached"
     assert [seq.completion_token_ids for seq in seqs] == [[7, 7], [7, 7], [], []]
+
+
+def add_samples(scheduler: Scheduler, seq_id: int, num_tokens: int, n: int) -> Sequence:
+    params = SamplingParams(n=n, max_tokens=64)
+    prompt = array("q", [1000 * (seq_id + 1) + i for i in range(num_tokens)])
+    seq = Sequence(seq_id, prompt, params, max_model_len=1000, seed=seq_id)
+    scheduler.add(seq)
+    return seq
+
+
+def test_samples_fork_when_the_last_chunk_of_their_prompt_is_scheduled() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    first = add_samples(scheduler, 0, 10, n=3)
+    batch = step(scheduler)
+    assert batch.prefill is not None
+    assert (spans(batch), batch.prefill.forks) == ([(0, 0, 6)], [])
+    batch = schedule(scheduler)
+    assert spans(batch) == [(0, 6, 10)]
+    assert batch.sampled_seq_ids == [0, 1, 2]
+    assert batch.prefill is not None
+    assert batch.prefill.sampled_rows == [seq.row for seq in (first, *first.others)]
+    for fork, seq in zip(batch.prefill.forks, first.others, strict=True):
+        assert (fork.chunk, fork.seq_id, fork.row) == (0, seq.seq_id, seq.row)
+        assert fork.init.block_table == seq.block_table
+        assert seq.block_table[:2] == first.block_table[:2]
+        assert fork.copied == BlockCopy(first.block_table[2], seq.block_table[2], num_tokens=2)
+    complete(scheduler, batch)
+    batch = schedule(scheduler)
+    assert sorted(decoded(batch)) == [0, 1, 2]
+    assert first.others[0].token_ids[-1] == 7
+
+
+def test_a_prompt_that_fills_its_blocks_is_forked_without_a_copy() -> None:
+    scheduler = make_scheduler()
+    first = add_samples(scheduler, 0, 8, n=2)
+    batch = schedule(scheduler)
+    assert batch.prefill is not None
+    (fork,) = batch.prefill.forks
+    assert fork.copied is None
+    assert fork.init.block_table == first.block_table
+
+
+def test_samples_without_room_wait_ahead_of_others() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, num_blocks=4)
+    add_samples(scheduler, 0, 6, n=4)  # takes 2 blocks, and each fork one more
+    add(scheduler, 10, 3)
+    batch = schedule(scheduler)
+    assert batch.sampled_seq_ids == [0, 1, 2]
+    assert [seq.seq_id for seq in scheduler.waiting] == [3, 10]
+    scheduler.block_manager.check_integrity(scheduler.running.values())
+
+
+def test_a_request_of_samples_waits_a_while_for_rows_for_all() -> None:
+    scheduler = make_scheduler(max_num_seqs=4)
+    running = [add(scheduler, i, 3) for i in range(2)]
+    step(scheduler)
+    add_samples(scheduler, 10, 5, n=3)
+    for _ in range(MAX_STEPS_HELD):
+        assert spans(step(scheduler)) == []
+    assert step(scheduler).sampled_seq_ids == [0, 1, 10, 11], "no longer"
+    scheduler.abort([10, 11, 12])
+    add_samples(scheduler, 20, 5, n=3)
+    assert spans(step(scheduler)) == []
+    scheduler.abort([running[0].seq_id])
+    assert step(scheduler).sampled_seq_ids == [1, 20, 21, 22]
+
+
+def test_sequences_that_end_in_an_interrupted_completion_are_returned_by_recover() -> None:
+    scheduler = make_scheduler()
+    ended, other = add(scheduler, 0, 3, max_tokens=1), add(scheduler, 1, 3)
+    batch = schedule(scheduler)
+    finish = scheduler._finish_if_ended
+
+    def interrupted(seq: Sequence, token_id: int) -> bool:
+        finish(seq, token_id)
+        raise KeyboardInterrupt
+
+    scheduler._finish_if_ended = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        complete(scheduler, batch)
+    assert scheduler.recover() == [ended]
+    assert ended.completion_token_ids == [7]
+    assert [seq.seq_id for seq in scheduler.waiting] == [other.seq_id]

@@ -1,15 +1,17 @@
 """Tests the kernel that derives a prefill's inputs against the torch operations of `RowState`."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import PrefillChunk, PrefillPart
+from nanovllm.engine.batch import Fork, PrefillChunk, PrefillPart, RowInit
 from nanovllm.engine.prefill_layout import PrefillLayout, graph_layouts
 from nanovllm.engine.row_state import RowState
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.distributed import TPGroup
 from tests.helpers.kernel_cases import DEVICE
 
@@ -95,3 +97,20 @@ def test_layouts_of_graphs_ascend_and_fit_the_engine(budget: int, max_num_seqs: 
     assert all(layout.num_tokens <= budget for layout in layouts)
     assert all(layout.num_seqs <= max_num_seqs for layout in layouts)
     assert bool(layouts) == (budget >= 16)
+
+
+def test_forks_sample_after_the_token_of_their_prompt() -> None:
+    part = random_part(16, random.Random(0))
+    init = RowInit(SamplingParams(), 0, [])
+    forks = [Fork(2, 90, 13, init, None), Fork(2, 91, 14, init, None), Fork(5, 92, 15, init, None)]
+    part = replace(part, forks=forks)
+    num_tokens, num_seqs = part.num_tokens, len(part.rows)
+    ends = [sum(LENS[: i + 1]) - 1 for i in range(num_seqs)]
+    expected = [end for i, end in enumerate(ends) if i != 4] + [ends[2], ends[2], ends[5]]
+    assert not PrefillLayout(num_tokens, num_seqs).holds(part)
+    for layout in (PrefillLayout(num_tokens, num_seqs, 3), PrefillLayout(num_tokens, 20)):
+        assert layout.holds(part)
+        arrays = layout.unpack(torch.from_numpy(layout.pack(part)))
+        assert arrays.last_tokens[: len(expected)].tolist() == expected
+        assert arrays.sampled_rows[: len(expected)].tolist() == part.sampled_rows
+        assert (arrays.sampled_rows[len(expected) :] == -1).all()

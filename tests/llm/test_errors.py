@@ -4,7 +4,7 @@ fix, and that the engine has queued nothing and goes on serving."""
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,18 @@ BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
     "numpy id": ([np.int64(3)], TypeError, "3.* at index 0.*ints"),
     "int": (5, TypeError, "a str or a list of token ids, got 5"),
     "bytes": (b"a", TypeError, "a str or a list of token ids, got b'a'"),
-    "tuple": ((2, 3), TypeError, r"a str or a list of token ids, got \(2, 3\)"),
-    "array": (np.array([2]), TypeError, "a str or a list of token ids, got array"),
+    "set": ({2, 3}, TypeError, r"a str or a list of token ids, got \{2, 3\}"),
+    "array of floats": (np.array([2.0]), TypeError, "integers as token ids, got float64"),
+    "tensor of bools": (torch.tensor([True]), TypeError, "integers as token ids, got torch.bool"),
+    "matrix": (np.array([[2], [3]]), ValueError, r"the shape \(2, 1\).*one-dimensional"),
+    "empty tensor": (torch.tensor([]), ValueError, "is empty.*at least one token"),
+    "array with a large id": (np.array([2, 600]), ValueError, "token id 600 at index 1"),
+    "array of 64 bits": (np.array([2**64 - 1], np.uint64), ValueError, "token id 1844674407370955"),
+    "dict without prompt": ({"text": "a"}, TypeError, "'prompt' or 'prompt_token_ids', got {'text"),
+    "dict with both": ({"prompt": "a", "prompt_token_ids": [2]}, TypeError, "either 'prompt' or"),
+    "dict with ids as text": ({"prompt": [2]}, TypeError, r"a str as 'prompt', got \[2\]"),
+    "dict with text as ids": ({"prompt_token_ids": "a"}, TypeError, "ids as 'prompt_token_ids'"),
+    "surrogate": ("x \ud83d", ValueError, r"'\\ud83d', half of a surrogate pair, at index 2"),
 }
 Case = tuple[str, Any, type[Exception], str]
 BAD_CONFIGS: list[Case] = [
@@ -87,6 +97,55 @@ BAD_SAMPLING: list[Case] = [
     ("seed", -1, ValueError, r"\[0, 2\*\*64\), got -1"),
     ("seed", 2**64, ValueError, r"\[0, 2\*\*64\), got 18446744073709551616"),
     ("seed", 1.0, TypeError, r"an int or None, got 1\.0"),
+    ("n", 0, ValueError, ">= 1, got 0"),
+    ("n", None, TypeError, "an int, got None"),
+    ("top_k", -2, ValueError, ">= -1, got -2"),
+    ("top_k", 2.0, TypeError, r"an int, got 2\.0"),
+    ("top_p", 0, ValueError, r"in \(0, 1\], got 0"),
+    ("top_p", -0.5, ValueError, r"in \[0, 1\], got -0\.5"),
+    ("top_p", 1.01, ValueError, r"1\], got 1\.01"),
+    ("top_p", float("nan"), ValueError, "got nan"),
+    ("top_p", "1", TypeError, "a number, got '1'"),
+    ("min_p", -0.1, ValueError, r"in \[0, 1\], got -0\.1"),
+    ("min_p", 1.5, ValueError, r"in \[0, 1\], got 1\.5"),
+    ("min_p", None, TypeError, "a number, got None"),
+    ("min_tokens", -1, ValueError, ">= 0, got -1"),
+    ("min_tokens", 65, ValueError, "at most max_tokens=64, got 65"),
+    ("min_tokens", 1.0, TypeError, "an int"),
+    ("stop", "", ValueError, "at least one character, got ''"),
+    ("stop", ["a", ""], ValueError, "at least one character"),
+    ("stop", 5, TypeError, "a str or a list of str, got 5"),
+    ("stop", ["a", 5], TypeError, "a str or a list of str"),
+    ("stop_token_ids", 5, TypeError, "a list of token ids, got 5"),
+    ("stop_token_ids", "ab", TypeError, "a list of token ids, got 'ab'"),
+    ("stop_token_ids", [1.5], TypeError, r"an int, got 1\.5"),
+    ("stop_token_ids", [True], TypeError, "an int, got True"),
+    ("stop_token_ids", [3, -1], ValueError, ">= 0, got -1"),
+    ("include_stop_str_in_output", 0, TypeError, "True or False, got 0"),
+    ("skip_special_tokens", None, TypeError, "True or False, got None"),
+    ("detokenize", "no", TypeError, "True or False, got 'no'"),
+    ("repetition_penalty", 0, ValueError, "got 0"),
+    ("repetition_penalty", -1.5, ValueError, "got -1.5"),
+    ("repetition_penalty", float("inf"), ValueError, "got inf"),
+    ("repetition_penalty", "1", TypeError, "a number"),
+    ("presence_penalty", 2.5, ValueError, r"in \[-2, 2\], got 2\.5"),
+    ("presence_penalty", None, TypeError, "a number"),
+    ("frequency_penalty", -2.5, ValueError, r"in \[-2, 2\], got -2\.5"),
+    ("frequency_penalty", float("nan"), ValueError, "got nan"),
+    ("logit_bias", [1], TypeError, "a dict from token id to number, got"),
+    ("logit_bias", {1: 101}, ValueError, r"in \[-100, 100\], got 101"),
+    ("logit_bias", {1: "a"}, TypeError, "number must be a number, got 'a'"),
+    ("logit_bias", {"1": 1}, TypeError, "id must be an int, got '1'"),
+    ("logit_bias", {-1: 1}, ValueError, "id must be >= 0, got -1"),
+    ("allowed_token_ids", [], ValueError, "at least one id, got none"),
+    ("allowed_token_ids", 7, TypeError, "a list of token ids, got 7"),
+    ("allowed_token_ids", ["7"], TypeError, "an int, got '7'"),
+    ("allowed_token_ids", [-7], ValueError, ">= 0, got -7"),
+    ("logprobs", 21, ValueError, r"in \[0, 20\], got 21"),
+    ("logprobs", -1, ValueError, r"in \[0, 20\], got -1"),
+    ("logprobs", True, TypeError, "an int or None, got True"),
+    ("prompt_logprobs", 21, ValueError, r"in \[0, 20\], got 21"),
+    ("prompt_logprobs", 0.0, TypeError, "an int or None, got 0.0"),
 ]
 
 
@@ -140,7 +199,7 @@ def test_bad_single_prompt(llm: LLM) -> None:
         llm.generate([2, VOCAB_SIZE], GREEDY)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, ("a", "b"), {"a": 1}, np.array([1, 2]), b"a"])
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {"a", "b"}, b"a"])
 def test_prompts_of_wrong_type(llm: LLM, prompts: Any) -> None:
     with pytest.raises(TypeError, match="prompts must be a list.*got " + re.escape(repr(prompts))):
         llm.generate(prompts, GREEDY)
@@ -161,6 +220,32 @@ def test_params_of_wrong_type(llm: LLM, params: Any) -> None:
         llm.add_request("a", params)
     with pytest.raises(TypeError, match=f"sampling_params 1 must be a SamplingParams, got {got}"):
         llm.generate(["a", "b"], [GREEDY, params])
+
+
+def test_a_wrong_value_is_shown_only_in_part(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"^prompts must be") as caught:
+        llm.generate({"a": "b" * 1000})
+    assert len(str(caught.value)) < 500
+
+
+def test_params_that_do_not_suit_the_model(llm: LLM) -> None:
+    params = SamplingParams(stop_token_ids=[512])
+    with pytest.raises(ValueError, match=r"^sampling_params 1: stop_token_ids must be .* got 512"):
+        llm.generate(["a", "b"], [GREEDY, params])
+    with pytest.raises(ValueError, match=r"^sampling_params: stop_token_ids must be .* got 512"):
+        llm.add_request("a", params)
+
+
+@pytest.mark.parametrize(
+    ("seq_id", "error", "pattern"),
+    [("0", TypeError, "an int"), (True, TypeError, "an int"), (-1, ValueError, "returned, got -1"),
+     (10**6, ValueError, "returned, got 1000000")],
+)  # fmt: skip
+def test_abort_of_what_is_no_request(
+    llm: LLM, seq_id: Any, error: type[Exception], pattern: str
+) -> None:
+    with pytest.raises(error, match=f"^seq_id must be .*{pattern}"):
+        llm.abort(seq_id)
 
 
 @each(BAD_SAMPLING)
@@ -234,6 +319,15 @@ def test_cuda_without_triton_is_refused_with_the_fix(
 def test_use_after_exit(tiny_qwen3: Path) -> None:
     llm = make_llm(tiny_qwen3, **SIZES)
     llm.exit()
-    for use in (lambda: llm.generate("a"), lambda: llm.add_request("a", GREEDY), llm.step):
+    uses: list[Callable[[], object]] = [
+        lambda: llm.generate("a"),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+        lambda: llm.stream("a"),
+        lambda: llm.add_request("a", GREEDY),
+        lambda: llm.update_weights([]),
+        llm.reset_prefix_cache,
+        llm.step,
+    ]
+    for use in uses:
         with pytest.raises(RuntimeError, match=r"closed by exit\(\); make a new LLM"):
             use()

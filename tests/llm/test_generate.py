@@ -62,7 +62,10 @@ def test_forms_of_prompts(llm: LLM, prompts: list[Ids], hf_ids: list[Ids]) -> No
     assert from_text == from_ids == mixed[1]
     assert from_text["text"] == llm.tokenizer.decode(from_text["token_ids"]) != ""
     assert [mixed[0]["token_ids"], mixed[2]["token_ids"]] == hf_ids[:2]
-    assert set(from_text) == {"text", "token_ids", "finish_reason"}
+    assert from_text["prompt_token_ids"] == text_ids
+    assert set(from_text) == {
+        "text", "token_ids", "finish_reason", "stop_reason", "prompt_token_ids"
+    }  # fmt: skip
     assert llm.generate([], GREEDY, use_tqdm=False) == llm.generate([], []) == []
     (default,) = llm.generate([5, 6, 7], use_tqdm=False)
     assert len(default["token_ids"]) <= 64 - 3

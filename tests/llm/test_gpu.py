@@ -128,8 +128,11 @@ def forced_decode(runner: ModelRunner, token_ids: list[list[int]], use_graph: bo
         if use_graph:
             with torch.cuda.stream(torch.cuda.Stream()):
                 layout = RowsLayout(len(device_rows))
-                graphs = StepGraphs(lambda _, rows: step(rows), [layout], runner.device)
-                replay = partial(graphs.replay, layout)
+                graphs = StepGraphs(lambda _, rows: (step(rows),), [layout], runner.device)
+
+                def replay(rows: torch.Tensor) -> torch.Tensor:
+                    return graphs.replay(layout, rows)[0]
+
         logits = []
         for i in range(PROMPT, PROMPT + FORCED):
             forced = torch.tensor([ids[i] for ids in token_ids]).cuda()
@@ -264,7 +267,7 @@ def test_kernels_that_start_early_change_no_bit(
                 graphs = StepGraphs(lambda _, rows: step(rows), [layout], runner.device)
                 state.context_lens.fill_(200)
                 state.last_tokens.copy_(torch.arange(8))
-                ids = [graphs.replay(layout, rows).clone() for _ in range(100)]
+                ids = [graphs.replay(layout, rows)[0].clone() for _ in range(100)]
                 torch.cuda.synchronize()
             return [*ids, *(cache.clone() for cache in caches)]
 

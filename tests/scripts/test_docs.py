@@ -93,20 +93,28 @@ def test_the_example_of_adding_a_model_equals_hugging_face(
 LIMITED_SAMPLING = """
 import torch
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.sampler import sample
-from nanovllm.layers.sampler import best_tokens
+from nanovllm.kernels import filters as kernels
+from nanovllm.layers import filters as layers
 from nanovllm.utils.sampling_state import SamplingState
+from nanovllm.utils.special_rows import FilterRows
 
-params = [SamplingParams(temperature=i % 2, vocab_limit=(None, 5, 900)[i % 3]) for i in range(12)]
-torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
-state, rows = SamplingState.zeros(12, torch.get_default_device()), torch.arange(12)
-columns = SamplingState.columns(params, range(12))
-state.start(rows, *(torch.from_numpy(column).to(rows.device) for column in columns))
-logits = torch.randn(12, 2048)
-expected = best_tokens(logits, rows, state)[1]
-assert sample(logits, rows, state).equal(expected)
+wants = [{"vocab_limit": (None, 5, 900)[i % 3], "temperature": i % 2} for i in range(12)]
+params = [SamplingParams(**want, top_k=i % 4) for i, want in enumerate(wants)]
+assert [p.is_plain for p in params[:3]] == [True, False, False]
+logits = torch.randn(12, 2048, generator=torch.Generator().manual_seed(0))
+columns = FilterRows.columns(range(12), range(12), params)
+
+
+def draw(implementation, device):
+    state = SamplingState.zeros(12, torch.device(device))
+    state.temperatures.copy_(torch.tensor([p.temperature for p in params]))
+    rows = FilterRows(*(torch.from_numpy(column).to(device) for column in columns))
+    return implementation.draw_filtered(logits.to(device), rows, state).cpu()
+
+
+expected = draw(layers, "cpu")
+assert draw(kernels, "cuda" if torch.cuda.is_available() else "cpu").equal(expected)
 assert expected[1::3].max() < 5 and expected[2::3].max() < 900 and expected[0::3].max() >= 900
-torch.set_default_device("cpu")
 with LLM("demo/austen", device="cpu", max_model_len=64) as llm:
     outputs = llm.generate(["She"] * 2, [SamplingParams(vocab_limit=600, ignore_eos=True)] * 2)
 assert max(token for output in outputs for token in output["token_ids"]) < 600
