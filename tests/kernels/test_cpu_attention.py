@@ -5,12 +5,16 @@ import torch
 
 pytest.importorskip("numba")
 
-from nanovllm.kernels import cpu
+from nanovllm.kernels import cpu, cpu_multiplies
 from nanovllm.layers.attention import LayerCache
 from nanovllm.layers.attention_backends.numba import NumbaBackend
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.utils.context import Context
 from tests.helpers.closeness import assert_close
+
+pytestmark = pytest.mark.skipif(
+    not cpu_multiplies(torch.float32), reason="another CPU, on which torch computes"
+)
 
 SCALE = 0.3
 KV_DTYPES = pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, torch.float16], ids=str)
