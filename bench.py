@@ -1,7 +1,7 @@
 """Measures offline throughput on random prompts: output tokens over the wall time of `generate`.
 
-Run: python bench.py --model DIR [--runs 3] [--roofline] [--profile FILE] [--profile-decode]
-     [--json FILE]
+Run: python bench.py --model DIR [--runs 3] [--top-p 0.9] [--roofline] [--profile FILE]
+     [--profile-decode] [--json FILE]
 
 The default workload is nano-vllm's: 256 prompts of 100 to 1024 random ids and 100 to 1024 output
 tokens each, 142,827 and 133,966 in all. `--runs` repeats it with other ids of the same lengths, so

@@ -3,8 +3,16 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from numbers import Integral, Real
 from typing import Any
+
+from nanovllm.utils.field_checks import (
+    as_float,
+    checked_biases,
+    checked_ids,
+    checked_int,
+    checked_real,
+    checked_texts,
+)
 
 MIN_TEMPERATURE = 1e-5  # logits / T stays far from the limits of fp32
 MAX_TEMPERATURE = 1e30
@@ -74,26 +82,26 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _set(self, "temperature", _temperature(self.temperature))
         for name, low, high in _INTS:
-            _set(self, name, _int(name, getattr(self, name), low, high))
+            _set(self, name, checked_int(name, getattr(self, name), low, high))
         for name, most in _OPTIONAL_INTS:
             if getattr(self, name) is not None:
-                _set(self, name, _int(name, getattr(self, name), 0, most, "an int or None"))
+                _set(self, name, checked_int(name, getattr(self, name), 0, most, "an int or None"))
         for name, least, most in _REALS:
-            _set(self, name, _real(name, getattr(self, name), least, most))
+            _set(self, name, checked_real(name, getattr(self, name), least, most))
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.top_p <= 0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        _set(self, "stop", _texts("stop", self.stop))
-        _set(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        _set(self, "stop", checked_texts("stop", self.stop))
+        _set(self, "stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
-            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            allowed = checked_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ValueError("allowed_token_ids must be None or hold at least one id, got none")
             _set(self, "allowed_token_ids", allowed)
         if self.logit_bias is not None:
-            _set(self, "logit_bias", _biases(self.logit_bias))
+            _set(self, "logit_bias", checked_biases("logit_bias", self.logit_bias))
         self._check_together()
 
     @property
@@ -187,38 +195,8 @@ def _set(params: SamplingParams, name: str, value: object) -> None:
         object.__setattr__(params, name, value)
 
 
-def _int(name: str, value: Any, low: int, high: float = inf, what: str = "an int") -> int:
-    if type(value) is not int:
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{name} must be {what}, got {value!r}")
-        value = int(value)
-    if not low <= value <= high:
-        bounds = f">= {low}" if high == inf else f"in [{low}, {high}]"
-        bounds = "in [0, 2**64)" if high == MAX_SEED else bounds
-        raise ValueError(f"{name} must be {bounds}, got {value}")
-    return int(value)
-
-
-def _real(name: str, value: Any, low: float, high: float) -> float:
-    number = _as_float(name, value)
-    if not low <= number <= high:  # nor nan
-        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
-    return number
-
-
-def _as_float(name: str, value: Any) -> float:
-    if type(value) is float:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except OverflowError:  # an int beyond the range of floats
-        return inf if value > 0 else -inf  # type: ignore[operator]
-
-
 def _temperature(value: Any) -> float:
-    number = _as_float("temperature", value)
+    number = as_float("temperature", value)
     if not 0 <= number <= MAX_TEMPERATURE:  # nor nan
         raise ValueError(
             f"temperature must be finite, at most {MAX_TEMPERATURE} and >= 0 (0 is greedy), "
@@ -229,34 +207,3 @@ def _temperature(value: Any) -> float:
             f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {value}"
         )
     return number
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name} must be a str or a list of str, got {value!r}")
-    if "" in texts:
-        raise ValueError(f"{name} must be texts of at least one character, got {value!r}")
-    return tuple(texts)
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
-    ids = tuple(value)
-    if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # C speed: it may be long
-        return ids
-    name = f"{name} must be a list of token ids; each"
-    return tuple(_int(name, item, 0) for item in ids)
-
-
-def _biases(value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"logit_bias must be a dict from token id to number, got {value!r}")
-    what = "logit_bias must be a dict from token id to number; each"
-    return {
-        _int(f"{what} id", token_id, 0): _real(f"{what} number", bias, -100, 100)
-        for token_id, bias in value.items()
-    }

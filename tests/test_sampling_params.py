@@ -108,3 +108,31 @@ def test_ids_that_end_a_request() -> None:
     params = SamplingParams(stop_token_ids=[7])
     assert params.ending_ids([1, 2]) == {1, 2, 7}
     assert SamplingParams(stop_token_ids=[7], ignore_eos=True).ending_ids([1, 2]) == {7}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, "plain"),
+        ({"temperature": 0, "top_k": 5, "top_p": 0.5}, "plain"),  # keep the most likely token
+        ({"top_k": -1, "logit_bias": {}, "seed": 1, "stop": "a"}, "plain"),
+        ({"top_k": 5}, "filtered"),
+        ({"top_p": 0.5}, "filtered"),
+        ({"min_p": 0.5}, "filtered"),
+        ({"logprobs": 0}, "reported"),
+        ({"prompt_logprobs": 0}, "reported"),
+        ({"min_tokens": 1}, "edited"),
+        ({"allowed_token_ids": [0]}, "edited"),
+        ({"logit_bias": {0: 0.0}}, "edited"),
+        ({"repetition_penalty": 1.1, "temperature": 0}, "edited"),
+        ({"presence_penalty": -1}, "edited"),
+        ({"frequency_penalty": 0.5}, "edited"),
+    ],
+    ids=str,
+)
+def test_what_takes_more_than_a_plain_draw(params: dict[str, Any], expected: str) -> None:
+    made = SamplingParams(**params)
+    assert made.is_plain == (expected == "plain")
+    assert made.is_filtered == (expected == "filtered")
+    assert made.edits_logits == (expected == "edited")
+    assert made.has_penalties == any("penalty" in name for name in params)

@@ -78,7 +78,7 @@ class SpecialRows:
     def __init__(
         self, config: Config, group: TPGroup, state: SamplingState, to_device: HostToDevice
     ) -> None:
-        shape = config.max_num_seqs, config.max_model_len
+        shape = config.max_num_seqs, config.max_model_len + 1  # warm-up fills rows to the brim
         self._history = torch.zeros(shape, dtype=torch.int32, device=config.torch_device)
         self._vocab_size: int = config.hf_config.vocab_size
         self._sampler = SpecialSampler(group, self._vocab_size, state, self._history)
@@ -90,7 +90,7 @@ class SpecialRows:
     def kernel_calls(self, dtype: torch.dtype) -> list[Callable[[], object]]:
         """Returns calls that between them need all kernels, and the memory of a group of rows.
 
-        They draw for row 0 only, whose tokens they leave as they are.
+        They draw for row 0, which no request has yet.
         """
         params = SamplingParams(top_k=1, top_p=0.5, min_p=0.5, presence_penalty=1)
         history = RowHistory(1, array("q"), frozenset())

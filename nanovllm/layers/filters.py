@@ -15,7 +15,7 @@ from nanovllm.utils.special_rows import EditRows, FilterRows, LogitEdits, TopLog
 def edit_logits(logits: Tensor, edit: EditRows, history: Tensor, state: SamplingState) -> Tensor:
     """Applies biases, allowed ids, min_tokens and then the penalties.
 
-    logits [n, v]; history int32 [max rows, max_model_len], the tokens of each row that has
+    logits [n, v]; history int32 [max rows, width], the tokens of each row that has
     penalties, other ids of others -> fp32 [m, v]
     """
     out = logits[edit.index].float()

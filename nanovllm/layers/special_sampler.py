@@ -14,7 +14,7 @@ from nanovllm.utils.special_rows import EditRows, FilterRows, TopLogprobs
 class SpecialSampler:
     """Edits, filters and reports logits of the whole vocabulary.
 
-    history: int32 [max rows, max_model_len], the tokens of each row that has penalties.
+    history: int32 [max rows, width], the tokens of each row that has penalties.
     """
 
     def __init__(

@@ -165,3 +165,13 @@ def test_penalties_see_every_token_before(tiny_qwen3: Path) -> None:
     ids = sampled_ids(llm, [prompt] * 3, params)
     assert ids[0] == ids[1] == ids[2]
     assert len({*prompt, *ids[0]}) == 4 + 40
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_penalties_of_a_request_that_fills_its_row(device: str, tiny_qwen3: Path) -> None:
+    """Warm-up steps and the last token lie at the end of the row's history."""
+    sizes = {"max_model_len": 8, "kvcache_block_size": 4, "num_kvcache_blocks": 8}
+    with make_llm(tiny_qwen3, **sizes, device=device) as llm:
+        params = SamplingParams(max_tokens=99, ignore_eos=True, presence_penalty=2, logprobs=1)
+        ((ids, logprobs, _),) = results(llm, [[3, 4, 5]], [params])
+    assert len(ids) == len(logprobs) == 5

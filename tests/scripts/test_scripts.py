@@ -101,6 +101,8 @@ def test_workload_fits_a_small_vocabulary_without_changing_the_lengths() -> None
         ["--num-seqs", "0"],
         ["--min-input-len", "2000"],
         ["--min-output-len", "9", "--max-output-len", "8"],
+        ["--top-p", "1.5"],
+        ["--logprobs", "21"],
     ],
 )
 def test_bench_rejects_impossible_sizes(
@@ -110,6 +112,14 @@ def test_bench_rejects_impossible_sizes(
         bench.parse_args(args)
     assert error.value.code == 2
     assert args[0] in capsys.readouterr().err
+
+
+def test_bench_options_reach_the_requests() -> None:
+    args = bench.parse_args(["--model", "m", "--top-k", "20", "--top-p", "0.95", "--logprobs", "1"])
+    _, params = bench.make_requests(VOCAB_SIZE, args, run=0)
+    assert {(p.temperature, p.top_k, p.top_p, p.logprobs) for p in params} == {(0.6, 20, 0.95, 1)}
+    _, params = bench.make_requests(VOCAB_SIZE, bench.parse_args(["--model", "m"]), run=0)
+    assert all(p.is_plain for p in params)
 
 
 def test_bench_end_to_end(tiny_qwen3: Path, tmp_path: Path) -> None:
