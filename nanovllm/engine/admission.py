@@ -14,16 +14,11 @@ class Admission:
     While requests queue for rows, they are admitted `max_num_seqs` / 32 at a time, as the first
     prompt of a step costs more than the others, and a request of several samples waits for rows for
     all of them; none is held for more than `MAX_STEPS_HELD` steps.
-
-    reserved_tokens: room that each running sequence keeps when another one is admitted.
     """
 
-    def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, reserved_tokens: int
-    ) -> None:
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
-        self.reserved_tokens = reserved_tokens
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._num_steps_held = 0  # for which free rows have waited to become more
         # The head that found too few free blocks, and how many there were.
@@ -46,31 +41,31 @@ class Admission:
         self._num_steps_held = self._num_steps_held + 1 if is_held else 0
         return is_held
 
-    def admit(self, seq: Sequence, num_running: int) -> bool:
-        """Gives the first waiting sequence a row and blocks, unless too few would stay for others.
+    def admit(self, seq: Sequence, reserve: int, *, others_run: bool) -> bool:
+        """Gives the first waiting sequence a row and blocks, unless fewer than `reserve` blocks
+        would stay for others.
 
-        While others run, each keeps room for its next `reserved_tokens` tokens: else they would
-        preempt the newcomer soon. A sequence that did not fit is not looked up again until more
-        blocks are free.
+        While others run, a sequence that did not fit is not looked up again until more blocks are
+        free.
         """
         if not self._free_rows:
             return False
         num_free = self.block_manager.num_free_blocks
         blocked, num_free_then = self._blocked or (None, 0)
-        if num_running and blocked == seq.seq_id and num_free <= num_free_then:
+        if others_run and blocked == seq.seq_id and num_free <= num_free_then:
             return False
-        has_blocks = self.block_manager.allocate(seq, self._reserve(num_running))
+        has_blocks = self.block_manager.allocate(seq, reserve)
         self._blocked = None if has_blocks else (seq.seq_id, num_free)
         if has_blocks:
             seq.row = self._free_rows.pop()
         return has_blocks
 
-    def admit_sample(self, seq: Sequence, first: Sequence, num_running: int) -> bool:
+    def admit_sample(self, seq: Sequence, first: Sequence, reserve: int) -> bool:
         """Gives another sample of a prompt a row and blocks, most of which it shares with the first
-        sample; returns False if there are too few."""
+        sample, unless fewer than `reserve` blocks would stay for others."""
         if not self._free_rows:
             return False
-        if not self.block_manager.fork(first, seq, self._reserve(num_running)):
+        if not self.block_manager.fork(first, seq, reserve):
             return False
         seq.row = self._free_rows.pop()
         return True
@@ -82,6 +77,3 @@ class Admission:
         self.block_manager.free(seq)
         self._free_rows.append(seq.row)
         seq.restart()
-
-    def _reserve(self, num_running: int) -> int:
-        return self.block_manager.blocks_for(self.reserved_tokens * num_running)

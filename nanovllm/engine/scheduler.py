@@ -61,13 +61,14 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.reserved_tokens = reserved_tokens
         self.finds_prefix_groups = finds_prefix_groups
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._unfinished: dict[int, Sequence] = {}
         self._ended: list[Sequence] = []  # by the step that is being completed
-        self._admission = Admission(block_manager, max_num_seqs, reserved_tokens)
+        self._admission = Admission(block_manager, max_num_seqs)
         self._stop_rules = StopRules(self.stop_token_ids, text_decoder)
         self._prefix_groups = PrefixGroups(block_manager)
         self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
@@ -176,7 +177,8 @@ class Scheduler:
             seq = self.waiting[0]
             init = None
             if seq.row is None:
-                if not self._admission.admit(seq, len(self.running)):
+                others_run = bool(self.running)
+                if not self._admission.admit(seq, self._reserve(), others_run=others_run):
                     break
                 init = row_init(seq, self.stop_token_ids)
             start = seq.num_computed_tokens
@@ -218,7 +220,7 @@ class Scheduler:
         waiting: list[Sequence] = []
         for seq in first.make_others():
             self._unfinished[seq.seq_id] = seq
-            if waiting or not self._admission.admit_sample(seq, first, len(self.running)):
+            if waiting or not self._admission.admit_sample(seq, first, self._reserve()):
                 waiting.append(seq)
                 continue
             seq.num_tokens += 1
@@ -229,6 +231,11 @@ class Scheduler:
             )
         self.waiting.extendleft(reversed(waiting))
         return forks
+
+    def _reserve(self) -> int:
+        """Returns how many blocks stay free when a sequence is admitted: room for the next
+        `reserved_tokens` tokens of each that runs, which else would preempt the newcomer soon."""
+        return self.block_manager.blocks_for(self.reserved_tokens * len(self.running))
 
     def _growing(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that decode next, which are those running whose final token is not

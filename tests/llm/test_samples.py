@@ -58,7 +58,7 @@ def test_samples_equal_requests_of_their_own(
     tiny_qwen3: Path, expected: list[list[Ids]], config: str
 ) -> None:
     with make_paged_llm(tiny_qwen3, **CONFIGS[config]) as llm:
-        llm.scheduler._admission.reserved_tokens = 0
+        llm.scheduler.reserved_tokens = 0
         assert samples_of(llm, PROMPTS) == expected
         assert samples_of(llm, PROMPTS[::-1]) == expected[::-1], "with a warm cache"
         assert llm.scheduler.num_preemptions or config not in ("preempting", "pool of one request")

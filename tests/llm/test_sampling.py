@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.sequence import Sequence
 from tests.helpers.engines import Ids, make_llm, make_paged_llm, sampled_ids
 from tests.helpers.reference import HuggingFace
 
@@ -43,14 +42,8 @@ Result = tuple[Ids, Any, Any]
 
 def results(llm: LLM, prompts: list[Ids], params: list[SamplingParams]) -> list[Result]:
     """Returns ids, log probabilities and those of the prompt of each request, in order."""
-    ended: dict[int, Sequence] = {}
-    for prompt, one in zip(prompts, params, strict=True):
-        llm.add_request(prompt, one)
-    first = llm._num_requests - len(prompts)
-    while not llm.is_finished():
-        ended.update((seq.seq_id, seq) for seq in llm._step()[0])
-    seqs = [ended[first + i] for i in range(len(prompts))]
-    return [(seq.completion_token_ids, seq.logprobs, seq.prompt_logprobs) for seq in seqs]
+    outputs = llm.generate(list(prompts), params, use_tqdm=False)
+    return [(o["token_ids"], o.get("logprobs"), o.get("prompt_logprobs")) for o in outputs]
 
 
 def assert_same(some: list[Result], others: list[Result]) -> None:

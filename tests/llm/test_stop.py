@@ -125,7 +125,7 @@ def test_only_stop_strings_are_detokenized_in_steps(
 def test_stop_strings_and_preemption(tiny_qwen3: Path) -> None:
     def outputs(num_blocks: int) -> tuple[list[RequestOutput], int]:
         llm = make_paged_llm(tiny_qwen3, num_kvcache_blocks=num_blocks)
-        llm.scheduler._admission.reserved_tokens = 0  # which saves most preemptions
+        llm.scheduler.reserved_tokens = 0  # which saves most preemptions
         script(llm, token_ids(llm), len(PROMPT))
         stops = ["stop", "end", " é", "two", "nowhere", "🙂"]
         params = [replace(FREE, stop=stop, max_tokens=30) for stop in stops]
