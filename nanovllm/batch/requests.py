@@ -1,8 +1,9 @@
 """What a row asks for, and how it is answered: the plain format."""
 
+import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import xxhash
@@ -13,6 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 
 RESULT_NAMES = ("text", "token_ids", "finish_reason", "error")
 OPTIONAL_NAMES = ("outputs", "logprobs", "prompt_logprobs")
+_KEYWORDS = [field.name for field in fields(SamplingParams)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class SamplingDefaults:
 
     def params(self, index: int, own: Mapping[str, Any]) -> SamplingParams:
         """Returns the parameters of row `index`, whose own keywords override the others."""
+        for name in own:
+            if name not in _KEYWORDS:
+                near = difflib.get_close_matches(name, _KEYWORDS, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_KEYWORDS)}"
+                raise TypeError(f"sampling_params has an unknown keyword {name!r}; {hint}")
         values = {**self.given, **own}
         if values.get("seed") is None:
             key = self._seed.to_bytes(8, "little") + index.to_bytes(8, "little")
