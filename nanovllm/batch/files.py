@@ -4,13 +4,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 Row = dict[str, Any]
 JSONL_SUFFIXES = (".jsonl", ".json", ".ndjson")
 READ_BYTES = 1 << 24
-ROWS_AT_A_TIME = 1024  # of a Parquet file
+ROWS_PER_MARK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,27 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.num_rows = sum(1 for _ in self._lines())
+        # Where every so many rows begin: the offset in the file and the number of the line.
+        self._marks: list[tuple[int, int]] = []
+        self.num_rows = offset = 0
+        with path.open("rb", buffering=READ_BYTES) as file:
+            for line_number, line in enumerate(file, 1):
+                if not line.isspace():
+                    if self.num_rows % ROWS_PER_MARK == 0:
+                        self._marks.append((offset, line_number))
+                    self.num_rows += 1
+                offset += len(line)
 
     def rows(self, start: int) -> Iterator[Row | BadRow]:
-        for number, (line_number, line) in enumerate(self._lines()):
-            if number >= start:
-                yield _parsed(line, line_number)
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        mark, num_skipped = divmod(start, ROWS_PER_MARK)
+        if start >= self.num_rows:
+            return
+        offset, first = self._marks[mark]
         with self._path.open("rb", buffering=READ_BYTES) as file:
-            yield from ((n, line) for n, line in enumerate(file, 1) if not line.isspace())
+            file.seek(offset)
+            numbered = ((n, line) for n, line in enumerate(file, first) if not line.isspace())
+            for line_number, line in islice(numbered, num_skipped, None):
+                yield _parsed(line, line_number)
 
 
 def _parsed(line: bytes, line_number: int) -> Row | BadRow:

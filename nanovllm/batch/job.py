@@ -2,10 +2,9 @@
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.batch.engines import Engine, EngineProcesses, LocalEngine, gpus_for_engines
-from nanovllm.batch.files import BadRow, LineFile, Row, Source, is_parquet, open_source, to_line
-from nanovllm.batch.openai_format import OpenAIRows, is_openai
+from nanovllm.batch.files import LineFile, Source, is_parquet, open_source, to_line
+from nanovllm.batch.formats import format_of
 from nanovllm.batch.options import Options
-from nanovllm.batch.requests import Format, PlainRows, SamplingDefaults
-from nanovllm.engine.tokenizer import load_tokenizer
+from nanovllm.batch.serving import ServedRow, serve
 
-MAX_ROWS_AHEAD = 16384  # that are read and not yet written: one long row holds the others up
+MAX_ROWS_WAITING = 16384  # that are served and not yet written
 
 
 class TooManyErrorsError(RuntimeError):
@@ -63,7 +61,7 @@ def run(options: Options) -> Summary:
             return Summary(num_before=source.num_rows)
         lines = LineFile(lines_path)
         try:
-            summary = _serve(options, source, lines, whole_row=not to_parquet)
+            summary = _serve(options, source, lines)
         finally:
             lines.close()
         if to_parquet:
@@ -124,142 +122,89 @@ def _check_same(options: Options, before: dict[str, Any]) -> None:
             )
 
 
-def _serve(options: Options, source: Source, lines: LineFile, whole_row: bool) -> Summary:
+def _serve(options: Options, source: Source, lines: LineFile) -> Summary:
     """Serves the rows that have no line yet."""
     summary = Summary(num_before=lines.num_lines)
     if lines.num_lines >= source.num_rows:
         return summary
-    first = next(source.rows(0))
-    defaults = SamplingDefaults(options.sampling, options.seed)
-    plain = PlainRows(
-        defaults,
-        prompt_column=options.prompt_column,
-        messages_column=options.messages_column,
-        result_prefix=options.result_prefix,
-        whole_row=whole_row,
-    )
-    is_plain = isinstance(first, BadRow) or not is_openai(first)
-    if is_plain and isinstance(first, dict):
-        plain.check(first)
-    engine = _engine(options)
-    try:
-        form = plain if is_plain else OpenAIRows(defaults, _token_text(options.engine["model"]))
-        with tqdm(
-            total=source.num_rows,
-            initial=lines.num_lines,
-            unit="row",
-            desc="Rows",
-            disable=not options.progress,
-        ) as bar:
-            Job(source, lines, form, engine, summary, options.max_errors, bar).run()
-    finally:
-        engine.exit()
+    form = format_of(next(source.rows(0)), options)
+    with tqdm(
+        total=source.num_rows,
+        initial=lines.num_lines,
+        unit="row",
+        desc="Rows",
+        disable=not options.progress,
+    ) as bar:
+        job = Job(lines, summary, options.max_errors, bar)
+        if options.ray:
+            from nanovllm.batch.on_ray import serve_on_ray
+
+            job.write(serve_on_ray(source, lines.num_lines, options))
+            return summary
+        rows = enumerate(source.rows(lines.num_lines), lines.num_lines)
+        with _engine(options) as engine:
+            job.write(serve(rows, form, engine, job.has_room))
     return summary
 
 
-def _token_text(model: str) -> Callable[[int], str]:
-    """Returns what makes text of a token id, with a tokenizer that is loaded when it is needed."""
-    tokenizer = cache(lambda: load_tokenizer(model))
-
-    def token_text(token_id: int) -> str:
-        return str(token_id) if (t := tokenizer()) is None else str(t.decode([token_id]))
-
-    return token_text
-
-
-def _engine(options: Options) -> Engine:
+@contextmanager
+def _engine(options: Options) -> Iterator[Engine]:
     size = options.engine.get("tensor_parallel_size", 1)
+    engine: Engine
     if options.data_parallel_size == 1:
-        return LocalEngine(options.engine)
-    return EngineProcesses(options.engine, gpus_for_engines(options.data_parallel_size, size))
+        engine = LocalEngine(options.engine)
+    else:
+        gpus = gpus_for_engines(options.data_parallel_size, size)
+        engine = EngineProcesses(options.engine, gpus)
+    try:
+        yield engine
+    finally:
+        engine.exit()
 
 
 class Job:
-    """The rows of a job on their way from the source through the engine to the lines."""
+    """Writes the results of a job in the order of its rows."""
 
-    def __init__(
-        self,
-        source: Source,
-        lines: LineFile,
-        form: Format,
-        engine: Engine,
-        summary: Summary,
-        max_errors: int | None,
-        bar: Any,
-    ) -> None:
-        self._rows = enumerate(source.rows(lines.num_lines), lines.num_lines)
+    def __init__(self, lines: LineFile, summary: Summary, max_errors: int | None, bar: Any) -> None:
         self._lines = lines
-        self._form = form
-        self._engine = engine
         self._summary = summary
         self._max_errors = max_errors
         self._bar = bar
-        self._reading: dict[int, Row] = {}  # those that the engine has
-        self._ended: dict[int, bytes] = {}  # lines that wait for an earlier one
-        self._is_read = False
+        self._waiting: dict[int, bytes] = {}  # lines that wait for an earlier one
 
-    def run(self) -> None:
+    def has_room(self) -> bool:
+        """Whether more rows should be read: one that takes long holds up those behind it."""
+        return len(self._waiting) < MAX_ROWS_WAITING
+
+    def write(self, results: Iterable[ServedRow]) -> None:
+        """Writes all `results`; raises `TooManyErrorsError` if too many of them are errors."""
         start = perf_counter()
-        try:
-            while not self._is_read or self._reading or self._ended:
-                self._take_rows()
-                if self._engine.num_pending:
-                    self._take_answers()
-                self._write()
-        finally:
+        for served in results:
             self._summary.seconds = perf_counter() - start
+            self._count(served)
+            self._waiting[served.index] = to_line(served.row)
+            ready: list[bytes] = []
+            while (line := self._waiting.pop(self._lines.num_lines + len(ready), None)) is not None:
+                ready.append(line)
+            if ready:
+                self._lines.append(ready)
+                self._summary.num_rows += len(ready)
+                self._show(len(ready))
+            if self._max_errors is not None and self._summary.num_errors > self._max_errors:
+                raise TooManyErrorsError(
+                    f"{self._summary.num_errors} rows have failed, more than "
+                    f"max_errors={self._max_errors}"
+                )
 
-    def _take_rows(self) -> None:
-        """Reads as many rows as the engine has room for."""
-        room = self._engine.room()
-        while room > 0 and len(self._reading) + len(self._ended) < MAX_ROWS_AHEAD:
-            index, row = next(self._rows, (-1, {}))
-            if index < 0:
-                self._is_read = True
-                return
-            room -= 1
-            if isinstance(row, BadRow):
-                self._fail(index, row, row.reason)
-                continue
-            try:
-                request = self._form.request(index, row)
-            except (TypeError, ValueError) as error:
-                self._fail(index, row, str(error))
-                continue
-            self._reading[index] = row
-            self._engine.submit(index, request)
+    def _count(self, served: ServedRow) -> None:
+        self._summary.num_errors += served.is_error
+        self._summary.num_prompt_tokens += served.num_prompt_tokens
+        self._summary.num_tokens += served.num_tokens
 
-    def _take_answers(self) -> None:
-        for index, answer in self._engine.poll():
-            row = self._reading.pop(index)
-            if isinstance(answer, str):
-                self._fail(index, row, answer)
-                continue
-            self._summary.num_prompt_tokens += len(answer["prompt_token_ids"])
-            samples: list[Any] = answer.get("outputs", [answer])
-            self._summary.num_tokens += sum(len(sample["token_ids"]) for sample in samples)
-            self._ended[index] = to_line(self._form.result(index, row, answer))
-
-    def _fail(self, index: int, row: Row | BadRow, reason: str) -> None:
-        self._ended[index] = to_line(self._form.error(index, row, reason))
-        self._summary.num_errors += 1
-
-    def _write(self) -> None:
-        """Writes the lines whose turn it is."""
-        ready: list[bytes] = []
-        while (line := self._ended.pop(self._lines.num_lines + len(ready), None)) is not None:
-            ready.append(line)
-        if ready:
-            self._lines.append(ready)
-            self._summary.num_rows += len(ready)
-            self._bar.update(len(ready))
-            seconds = self._bar.format_dict["elapsed"] or 1e-9
-            self._bar.set_postfix_str(f"{self._summary.num_tokens / seconds:.0f} tok/s", False)
-        if self._max_errors is not None and self._summary.num_errors > self._max_errors:
-            raise TooManyErrorsError(
-                f"{self._summary.num_errors} rows have failed, more than "
-                f"max_errors={self._max_errors}"
-            )
+    def _show(self, num_rows: int) -> None:
+        self._bar.update(num_rows)
+        seconds = self._bar.format_dict["elapsed"] or 1e-9
+        self._bar.set_postfix_str(f"{self._summary.num_tokens / seconds:.0f} tok/s", False)
 
 
 def _has_content(path: Path) -> bool:

@@ -36,6 +36,8 @@ class Options:
         means "prompt" and "messages"; if one is given, the other is not looked at.
     result_prefix: begins the names of the columns that are added.
     max_errors: rows that may fail before the job stops; None for any number.
+    ray: whether Ray serves the rows, with `ray_concurrency` engines that get `ray_batch_size` rows
+        at a time.
     """
 
     input: Path
@@ -48,6 +50,9 @@ class Options:
     messages_column: str | None = None
     result_prefix: str = ""
     max_errors: int | None = None
+    ray: bool = False
+    ray_concurrency: int = 1
+    ray_batch_size: int = 2048
     overwrite: bool = False
     progress: bool = True
 
@@ -96,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument(
         "--data-parallel-size", type=_data_parallel_size, help="engines, or auto: one for each GPU"
     )
+    job.add_argument("--ray", action="store_true", help="serve the rows with Ray Data")
+    job.add_argument("--ray-concurrency", type=_at_least(1), help="engines of Ray; default: 1")
+    job.add_argument("--ray-batch-size", type=_at_least(1), help="rows at a time; default: 2048")
     job.add_argument("--overwrite", action="store_true", help="start afresh if OUTPUT exists")
     job.add_argument("--progress", action=argparse.BooleanOptionalAction)
     for title, cls in (("engine", Config), ("sampling", SamplingParams)):

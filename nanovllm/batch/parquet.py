@@ -5,13 +5,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.batch.files import ROWS_AT_A_TIME, BadRow, JsonLines, Row, Source
+from nanovllm.batch.files import BadRow, JsonLines, Row, Source
 
 try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as error:
     raise ValueError("Parquet files need pyarrow: pip install 'nanovllm[batch]'") from error
+
+ROWS_AT_A_TIME = 1024
 
 
 class ParquetRows:

@@ -48,10 +48,11 @@ class SamplingDefaults:
 
     given: keywords of `SamplingParams` for all rows.
     seed: with the number of a row it keys the sampling of rows without a seed of their own, so
-        that a row gets the same text whenever and wherever it is served.
+        that a row gets the same text whenever and wherever it is served; None leaves it to the
+        engine.
     """
 
-    def __init__(self, given: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, given: Mapping[str, Any], seed: int | None) -> None:
         self.given = given
         self._seed = seed
 
@@ -63,7 +64,7 @@ class SamplingDefaults:
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_KEYWORDS)}"
                 raise TypeError(f"sampling_params has an unknown keyword {name!r}; {hint}")
         values = {**self.given, **own}
-        if values.get("seed") is None:
+        if values.get("seed") is None and self._seed is not None:
             key = self._seed.to_bytes(8, "little") + index.to_bytes(8, "little")
             values["seed"] = xxhash.xxh64_intdigest(key)
         return SamplingParams(**values)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.batch import job
+from nanovllm.batch.files import LineFile
 from tests.batch.jobs import read_rows, run_job, write_rows
 from tests.helpers.engines import make_llm
 
@@ -154,16 +154,16 @@ def test_a_job_is_resumed_with_its_own_options_only(
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", [{"prompt": [i]} for i in range(2, 30)])
     output = tmp_path / "out.jsonl"
-    append, num_calls = job.LineFile.append, 0
+    append, num_calls = LineFile.append, 0
 
-    def interrupted(self: job.LineFile, lines: list[bytes]) -> None:
+    def interrupted(self: LineFile, lines: list[bytes]) -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
             raise KeyboardInterrupt
         append(self, lines)
 
-    monkeypatch.setattr(job.LineFile, "append", interrupted)
+    monkeypatch.setattr(LineFile, "append", interrupted)
     options = ("--max-tokens=3", GREEDY)
     assert run_job(source, output, tiny_qwen3, *options) == 130
     num_done = len(read_rows(output))
