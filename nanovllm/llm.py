@@ -1,20 +1,26 @@
 """What a user calls: a batch of prompts goes in, ordered results come out."""
 
-import signal
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from time import perf_counter
-from types import FrameType
-from typing import Any, cast
+from array import array
+from collections.abc import Generator
+from typing import Any
 
-from tqdm import tqdm
-
-from nanovllm.engine.llm_engine import LLMEngine, Prompt, check_sampling_params
+from nanovllm.engine.chat import Conversation, TemplateOptions, as_conversations, chat_token_ids
+from nanovllm.engine.interrupts import deferred_interrupt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.prompts import Prompt, as_batch
+from nanovllm.engine.results import completion_output, request_output
+from nanovllm.engine.seeds import sample_seed
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.streaming import StreamedRequest
+from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "sample_seed"]
+
+Params = SamplingParams | list[SamplingParams] | None
+Prompts = Prompt | list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
+Checked = list[tuple["array[int]", SamplingParams]]  # the requests of a call
 
 
 class LLM(LLMEngine):
@@ -31,14 +37,12 @@ class LLM(LLMEngine):
         self.exit()
 
     def generate(
-        self,
-        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Completes each prompt and returns the results in the order of the prompts.
 
-        prompts: a list of texts and lists of token ids, or one of either.
+        prompts: a list of prompts, or one. A prompt is a text; token ids, as a list, a tuple, a
+            NumPy array or a torch tensor; or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
         sampling_params: one object for all prompts, or a list of the same length; None takes the
             defaults.
 
@@ -47,107 +51,123 @@ class LLM(LLMEngine):
         not with several ranks. Ctrl-C takes effect between two steps and aborts them as well.
         Requests that `add_request` queued before are served along; `step` returns their results.
         """
-        self._check_open()
-        batch = _as_batch(prompts)
-        params = _params_for_each(sampling_params, len(batch))
-        token_ids = [self._checked_token_ids(p, f"prompt {i}") for i, p in enumerate(batch)]
-        seq_ids: list[int] = []
-        try:
-            with _deferred_interrupt() as raise_if_interrupted:
-                for request in zip(token_ids, params, strict=True):
-                    seq_ids.append(self._enqueue(*request))
-                finished = self._run(set(seq_ids), use_tqdm, raise_if_interrupted)
-        except BaseException:
-            self._abort(seq_ids)
-            raise
-        return [finished[seq_id] for seq_id in seq_ids]
+        return self._generate(self._checked(prompts, sampling_params), use_tqdm)
 
-    def _run(
-        self, seq_ids: set[int], use_tqdm: bool, raise_if_interrupted: Callable[[], None]
-    ) -> dict[int, RequestOutput]:
-        """Steps until all of `seq_ids` have ended; returns their results by id."""
-        finished: dict[int, RequestOutput] = {}
-        tokens: dict[str, int] = defaultdict(int)
-        seconds: dict[str, float] = defaultdict(float)
-        last_completion = perf_counter()
-        with tqdm(total=len(seq_ids), desc="Generating", disable=not use_tqdm) as bar:
-            while len(finished) < len(seq_ids):
-                ended, batch = self._step()
-                if batch is not None:
-                    now = perf_counter()
-                    counts = {"Prefill": batch.num_prefilled, "Decode": batch.num_decoded}
-                    for phase, count in counts.items():
-                        if count:  # a step that does both counts for both, with all its time
-                            tokens[phase] += count
-                            seconds[phase] += now - last_completion
-                    last_completion = now
-                    rates = {key: f"{tokens[key] / seconds[key]:.0f}tok/s" for key in tokens}
-                    bar.set_postfix(rates, refresh=False)
-                for seq in ended:
-                    if seq.seq_id in seq_ids:
-                        finished[seq.seq_id] = self._output(seq)  # while the device works
-                        bar.update()
-                    else:
-                        self._unreported.append(seq)
-                raise_if_interrupted()
-        return finished
+    def chat(
+        self,
+        messages: Conversation | list[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers each conversation; the results are those of `generate`.
 
-    def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.completion_token_ids
-        assert seq.finish_reason is not None
-        return {
-            "text": "" if self.tokenizer is None else cast(str, self.tokenizer.decode(token_ids)),
-            "token_ids": token_ids,
-            "finish_reason": seq.finish_reason,
+        messages: a conversation, which is a list of `{"role": ..., "content": ...}`, or a list of
+            conversations.
+        chat_template: a Jinja template instead of the tokenizer's.
+        add_generation_prompt: the template begins the answer after the last message.
+        continue_final_message: the completion continues the last message instead; it needs
+            `add_generation_prompt=False`.
+        tools: functions, or JSON schemas of functions, that the template describes to the model.
+        chat_template_kwargs: further variables of the template.
+
+        Raises `ValueError` without a template, or if a conversation does not suit it.
+        """
+        options: TemplateOptions = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
         }
+        variables = chat_template_kwargs or {}
+        prompts: list[Prompt] = [
+            chat_token_ids(conversation, f"conversation {i}", self.tokenizer, options, variables)
+            for i, conversation in enumerate(as_conversations(messages))
+        ]
+        return self._generate(self._checked(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self, prompts: Prompts, sampling_params: Params = None
+    ) -> Generator[StreamOutput, None, None]:
+        """Completes prompts, and yields what each step adds to each completion.
+
+        The arguments are those of `generate` and are checked at once; the requests are queued when
+        the first item is asked for. Joined, the items of a completion have exactly the text and the
+        ids of `generate`'s result. Text lags behind the ids where it is not certain yet: within a
+        character, or where a stop string may have begun. Closing the iterator aborts the rest.
+        Meanwhile other calls may use the engine; steps serve the requests of all.
+        """
+        return self._stream(self._checked(prompts, sampling_params))
+
+    def _checked(self, prompts: Any, sampling_params: Any) -> Checked:
+        """Returns the requests of a call, once all of them have been found to be good."""
+        self._check_open()
+        batch = as_batch(prompts)
+        params = self._params_for_each(sampling_params, len(batch))
+        token_ids = [self._prompts.token_ids(p, f"prompt {i}") for i, p in enumerate(batch)]
+        return list(zip(token_ids, params, strict=True))
+
+    def _params_for_each(self, given: Any, num_prompts: int) -> list[SamplingParams]:
+        params: list[SamplingParams] = given
+        if not isinstance(given, list):
+            params = [SamplingParams() if given is None else given] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(
+                f"{len(params)} sampling_params for {num_prompts} prompts; give one object, or one "
+                "each"
+            )
+        checked: object = None
+        for index, item in enumerate(params):
+            if item is not checked:  # most calls have one object for all
+                self._check_sampling_params(item, f"sampling_params {index}")
+            checked = item
+        return params
+
+    def _generate(self, requests: Checked, use_tqdm: bool) -> list[RequestOutput]:
+        firsts: list[Sequence] = []
+        ended: list[Sequence] = []
+        try:
+            with deferred_interrupt() as raise_if_interrupted:
+                for token_ids, params in requests:
+                    firsts.append(self._enqueue(token_ids, params, ended))
+                outputs: dict[int, CompletionOutput] = {}
+                num_samples = sum(params.n for _, params in requests)
+                with Progress(len(requests), use_tqdm) as progress:
+                    while len(outputs) < num_samples:
+                        batch = self._step()
+                        for seq in ended:  # while the device works
+                            outputs[seq.seq_id] = completion_output(seq, self._decoder)
+                        progress.update(batch, ended)
+                        ended.clear()
+                        raise_if_interrupted()
+        except BaseException:
+            self._abort(seq_id for seq in firsts for seq_id in _ids_of_samples(seq))
+            raise
+        return [request_output([outputs[i] for i in _ids_of_samples(seq)]) for seq in firsts]
+
+    def _stream(self, requests: Checked) -> Generator[StreamOutput, None, None]:
+        self._check_open()
+        firsts: list[Sequence] = []
+        try:
+            for token_ids, params in requests:
+                firsts.append(self._enqueue(token_ids, params, outbox=[]))
+            streamed = [StreamedRequest(i, seq, self._decoder) for i, seq in enumerate(firsts)]
+            while streamed:
+                # Others' steps count as well, and may even have ended all.
+                deltas = [delta for request in streamed for delta in request.deltas()]
+                streamed = [request for request in streamed if not request.has_ended]
+                yield from deltas
+                if streamed and not deltas:
+                    with deferred_interrupt():
+                        self._step()
+        finally:
+            self._abort(seq_id for seq in firsts for seq_id in _ids_of_samples(seq))
 
 
-def _as_batch(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, list):
-        raise TypeError(f"prompts must be a list (or one str), got {prompts!r}")
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _params_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
-    params: list[SamplingParams] = given
-    if not isinstance(given, list):
-        params = [SamplingParams() if given is None else given] * num_prompts
-    if len(params) != num_prompts:
-        raise ValueError(
-            f"{len(params)} sampling_params for {num_prompts} prompts; give one object, or one each"
-        )
-    for index, item in enumerate(params):
-        check_sampling_params(item, f"sampling_params {index}")
-    return params
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called or the block ends.
-
-    A second Ctrl-C acts at once. Nothing is held back in other threads, which may not set signal
-    handlers, nor where the signal is not handled in Python.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield lambda: None
-        return
-    is_interrupted = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
-        signal.signal(signal.SIGINT, previous)
-
-    def raise_if_interrupted() -> None:
-        if is_interrupted:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_if_interrupted
-        raise_if_interrupted()
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def _ids_of_samples(first: Sequence) -> range:
+    return range(first.seq_id, first.seq_id + first.sampling_params.n)

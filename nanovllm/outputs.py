@@ -1,18 +1,63 @@
-"""What `LLM.generate` returns for one prompt."""
+"""What `LLM.generate`, `LLM.chat` and `LLM.stream` return: plain dicts."""
 
 from typing import Literal, TypedDict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+Logprobs = dict[int, float]  # id -> log probability: the token itself, then the most likely ids
 
 
-class RequestOutput(TypedDict):
-    """The result of one request.
+class _Asked(TypedDict, total=False):
+    """What a result has only if its `SamplingParams` ask for it.
 
-    text: the completion, special tokens included; empty if the checkpoint has no tokenizer.
-    token_ids: the completion only; ends with the stop token if one ended the request.
-    finish_reason: "stop" (a stop token) or "length" (`max_tokens` or `max_model_len`).
+    logprobs: one dict for each completion token.
+    prompt_logprobs: one dict for each prompt token, None for the first.
+    """
+
+    logprobs: list[Logprobs]
+    prompt_logprobs: list[Logprobs | None]
+
+
+class CompletionOutput(_Asked):
+    """One completion of a prompt.
+
+    text: the completion; empty if the checkpoint has no tokenizer, or with `detokenize=False`.
+    token_ids: the completion only. A stop token is part of it, as are the tokens of a stop string.
+    finish_reason: "stop" (a stop token or stop string), "length" (`max_tokens` or `max_model_len`),
+        or "abort".
+    stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; else None.
+    prompt_token_ids: the ids that were completed.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    stop_reason: str | int | None
+    prompt_token_ids: list[int]
+
+
+class RequestOutput(CompletionOutput, total=False):
+    """The result for one prompt.
+
+    outputs: with n > 1 all n completions, of which the first is also the result itself.
+    """
+
+    outputs: list[CompletionOutput]
+
+
+class _Sample(TypedDict, total=False):
+    sample: int
+
+
+class StreamOutput(_Sample):
+    """What steps have added to one completion.
+
+    index: the index of the prompt.
+    sample: with n > 1 the index of the completion among those of its prompt.
+    text, token_ids: new since the last such dict; the text may lag behind the ids.
+    finish_reason: None until the last such dict of the completion.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None

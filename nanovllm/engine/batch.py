@@ -46,6 +46,33 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The K/V of the first `num_tokens` tokens of one block goes to another one, once the step has
+    computed it."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Another sample of a prompt that ends in the step: its first token comes from the same logits.
+
+    Its block table begins with the prompt's full blocks.
+
+    chunk: index of the prompt's last chunk.
+    copied: the block behind these, if the prompt fills it in part: the sample has a copy of it.
+    """
+
+    chunk: int
+    seq_id: int
+    row: int
+    init: RowInit
+    copied: BlockCopy | None
+
+
+@dataclass(frozen=True, slots=True)
 class BlockGrowth:
     """A new entry of a block table: `block_id` becomes entry `index` of the table of `row`."""
 
@@ -77,12 +104,14 @@ class PrefillPart:
 
     seq_ids, rows, chunks: parallel, one entry per sequence.
     max_context_len: longest context, this step's tokens included.
+    forks: further samples of prompts that end in this step.
     """
 
     seq_ids: list[int]
     rows: list[int]
     chunks: list[PrefillChunk]
     max_context_len: int
+    forks: list[Fork] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -90,9 +119,9 @@ class PrefillPart:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The rows whose prompt ends in this step, so that they get a token."""
+        """The rows that get a token: those whose prompt ends in this step, then the forks."""
         pairs = zip(self.rows, self.chunks, strict=True)
-        return [row for row, chunk in pairs if chunk.is_last]
+        return [row for row, chunk in pairs if chunk.is_last] + [fork.row for fork in self.forks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +148,7 @@ class ScheduledBatch:
         if self.prefill:
             pairs = zip(self.prefill.seq_ids, self.prefill.chunks, strict=True)
             seq_ids += [seq_id for seq_id, chunk in pairs if chunk.is_last]
+            seq_ids += [fork.seq_id for fork in self.prefill.forks]
         return seq_ids
 
 

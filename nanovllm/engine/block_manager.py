@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from nanovllm.engine.batch import BlockCopy
 from nanovllm.engine.sequence import NO_BLOCKS, Sequence
 
 
@@ -96,6 +97,34 @@ class BlockManager:
         seq.num_published_blocks = len(hits)
         return True
 
+    def fork(self, first: Sequence, other: Sequence, reserve: int = 0) -> bool:
+        """Gives `other` the full blocks of `first`, whose known tokens are all computed and its own
+        too, and a new block for the tokens behind them, whose K/V is to be copied.
+
+        It returns False and changes nothing if fewer than `reserve` blocks would stay free.
+        """
+        assert not other.block_table
+        num_full, num_behind = divmod(first.num_computed_tokens, self.block_size)
+        num_new = min(num_behind, 1)
+        if num_new + reserve > self.num_free_blocks:
+            return False
+        shared = first.block_table[:num_full]
+        for block_id in shared:
+            self._ref_counts[block_id] += 1
+        self._num_held += num_full
+        other.block_table = shared + [self._take_free_block() for _ in range(num_new)]
+        other.num_computed_tokens = first.num_computed_tokens
+        other.num_published_blocks = first.num_published_blocks
+        other.block_hashes = first.block_hashes
+        return True
+
+    def copied_block(self, first: Sequence, other: Sequence) -> BlockCopy | None:
+        """Returns the copy that completes the blocks of `other` after `fork`."""
+        num_full, num_behind = divmod(first.num_computed_tokens, self.block_size)
+        if not num_behind:
+            return None
+        return BlockCopy(first.block_table[num_full], other.block_table[num_full], num_behind)
+
     def needs_block(self, seq: Sequence) -> bool:
         """Whether one more block is needed before all tokens of `seq` can be computed."""
         return self.blocks_for(seq.num_tokens) > len(seq.block_table)
@@ -137,7 +166,9 @@ class BlockManager:
         for index in range(seq.num_published_blocks, num_full):
             block_id, block_hash = seq.block_table[index], seq.block_hashes[index]
             tokens = self._tokens_of(seq, index)
-            previous = self._published[seq.block_table[index - 1]] if index else None
+            previous = self._published.get(seq.block_table[index - 1]) if index else None
+            if index and previous is None:
+                return  # the cache was reset meanwhile: what comes before cannot be found
             twin = self._lookup(block_hash, tokens, previous)
             if twin is None:
                 self._published[block_id] = CachedBlock(block_hash, tokens, previous)
@@ -156,6 +187,14 @@ class BlockManager:
                 if block_id in self._free_cached:
                     del self._free_cached[block_id]
                     self._free_blank.append(block_id)
+
+    def reset(self) -> None:
+        """Makes no block possible to find that is published now."""
+        self._free_blank += self._free_cached
+        self._free_cached.clear()
+        self._published.clear()
+        self._block_by_hash.clear()
+        self._twins.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariants. `sequences` must include all that hold blocks."""

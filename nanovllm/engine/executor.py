@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import current_process
 from multiprocessing.util import Finalize
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError, Workers
 from nanovllm.models import model_class
+from nanovllm.utils.checkpoint import Checkpoint, GivenWeights
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import PeerLostError, has_nccl
 
@@ -43,6 +45,15 @@ class TensorParallelExecutor:
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         return _ParallelStep(self.call("launch", batch), self._fail)
+
+    def update_weights(self, source: Checkpoint | GivenWeights) -> None:
+        """Does what the runner's method says on all ranks, which read tensors from files."""
+        runner = self._ranks.runner
+        if runner is not None:
+            runner.check_weights(source)  # what is wrong on one rank is so on all
+        with TemporaryDirectory(prefix="nanovllm-") as directory:
+            saved = source.save(directory) if isinstance(source, GivenWeights) else source
+            self.call("update_weights", saved)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls this method of the `ModelRunner` on every rank; returns what rank 0's returns.

@@ -2,12 +2,13 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.batch import BlockCopy
 from nanovllm.layers.attention import Attention, AttentionBackend, LayerCache
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
@@ -34,6 +35,7 @@ class KVCache:
         group: TPGroup,
     ) -> None:
         self.num_blocks = 0
+        self._pool = torch.empty(0)
         self._config = config
         self._layers = layers
         self._backend = backend
@@ -46,12 +48,20 @@ class KVCache:
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces the pool by one of `num_blocks` zeroed blocks, and binds the layers to it."""
+        self._pool = torch.empty(0)
         for layer in self._layers:  # frees the previous pool first
             layer.bind(self._backend, LayerCache(torch.empty(0), torch.empty(0)))
-        pool = _zeros(self._shape(num_blocks), self._config.torch_dtype, self._config.torch_device)
-        for layer, k_cache, v_cache in zip(self._layers, *pool, strict=True):
+        shape = self._shape(num_blocks)
+        self._pool = _zeros(shape, self._config.torch_dtype, self._config.torch_device)
+        for layer, k_cache, v_cache in zip(self._layers, *self._pool, strict=True):
             layer.bind(self._backend, LayerCache(k_cache, v_cache))
         self.num_blocks = num_blocks
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies leading tokens of blocks to other blocks, in all layers."""
+        for block in copies:  # one kernel each, without memory in between
+            tokens = slice(block.num_tokens)
+            self._pool[:, :, block.target, tokens] = self._pool[:, :, block.source, tokens]
 
     def allocate_on_cpu(self) -> None:
         """Sizes the pool by the host's memory, which all ranks share, and allocates it."""

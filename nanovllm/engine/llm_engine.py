@@ -2,24 +2,27 @@
 
 from array import array
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
+import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import load_tokenizer, stop_token_ids
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checkpoint import Checkpoint, GivenWeights
 from nanovllm.utils.distributed import TPGroup
 
-Prompt = str | list[int]
 Runner = ModelRunner | TensorParallelExecutor
 
 
@@ -29,6 +32,13 @@ class LLMEngine:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
         self.tokenizer = load_tokenizer(self.config.model)
+        self._decoder = None if self.tokenizer is None else TextDecoder(self.tokenizer)
+        self._prompts = PromptReader(
+            self.config.model,
+            self.tokenizer,
+            vocab_size=self.config.hf_config.vocab_size,
+            max_model_len=self.config.max_model_len,
+        )
         self._runner: Runner | None = make_runner(self.config)
         self.scheduler = Scheduler(
             BlockManager(
@@ -40,53 +50,94 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             stop_token_ids=stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer),
             finds_prefix_groups=self._runner.reads_prefixes_once,
+            text_decoder=self._decoder,
         )
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
         self._num_requests = 0
+        self._num_sequences = 0
         self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queues one request and returns its id.
+        """Queues one request and returns its id. With n > 1, sample i has the id plus i.
 
         Raises `TypeError` or `ValueError` if the request cannot be served.
         """
         self._check_open()
-        check_sampling_params(sampling_params, "sampling_params")
-        return self._enqueue(self._checked_token_ids(prompt, "prompt"), sampling_params)
+        self._check_sampling_params(sampling_params, "sampling_params")
+        token_ids = self._prompts.token_ids(prompt, "prompt")
+        return self._enqueue(token_ids, sampling_params, self._unreported).seq_id
+
+    def abort(self, seq_id: int) -> None:
+        """Drops a request; `step` never returns those of its samples that have not ended yet.
+
+        seq_id: what `add_request` has returned; nothing happens if the request has ended.
+        """
+        if not isinstance(seq_id, int) or isinstance(seq_id, bool):
+            raise TypeError(f"seq_id must be an int that add_request returned, got {seq_id!r}")
+        if not 0 <= seq_id < self._num_sequences:
+            raise ValueError(f"seq_id must be an id that add_request returned, got {seq_id}")
+        self._abort(self.scheduler.unfinished_samples(seq_id))
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Launches one step and completes the one before it, or with `async_scheduling` off itself.
 
-        Returns the requests that ended in the completed step, as (id, completion token ids), and a
+        Returns the samples that ended in the completed step, as (id, completion token ids), and a
         count: the prompt tokens that the step computed, or if it computed none minus the sequences
         that it decoded. It returns ([], 0) if there is no step to complete, as in the first call.
         """
-        finished, batch = self._step()
-        finished = self._unreported + finished
-        self._unreported = []
-        num_tokens = batch.num_prefilled or -batch.num_decoded if batch else 0
-        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], num_tokens
+        batch = self._step()
+        ended = [(seq.seq_id, seq.completion_token_ids) for seq in self._unreported]
+        self._unreported.clear()
+        return ended, (batch.num_prefilled or -batch.num_decoded if batch else 0)
 
     def is_finished(self) -> bool:
         """Whether every request has ended and been returned by `step`."""
         return self.scheduler.is_finished() and not self._unreported
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all K/V that later prompts could find; what runs keeps its own."""
+        self._check_open()
+        self.scheduler.block_manager.reset()
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path) -> None:
+        """Replaces all weights in place, on all ranks, and resets the prefix cache.
+
+        weights: (name, tensor) pairs with the names and shapes of the checkpoint's tensors, of any
+            floating dtype and on any device; or a checkpoint directory.
+
+        Raises `ValueError` or `TypeError`, and leaves the old weights in use, if a name, a shape or
+        a dtype is wrong; `RuntimeError` while requests run.
+        """
+        runner = self._check_open()
+        if not self.scheduler.is_finished():
+            raise RuntimeError(
+                f"{self.scheduler.num_unfinished} requests still run on the old weights; let them "
+                "end, or abort them, before update_weights"
+            )
+        if isinstance(weights, str | Path):
+            source: Checkpoint | GivenWeights = Checkpoint(Path(weights).expanduser())
+        else:
+            source = GivenWeights(weights)
+        runner.update_weights(source)
+        self.reset_prefix_cache()
 
     def exit(self) -> None:
         """Drops all requests and frees model and cache. A second call does nothing.
 
         Any other method raises `RuntimeError` afterwards.
         """
-        self.scheduler.abort_all()
+        _mark_aborted(self.scheduler.abort_all())
         self._in_flight.clear()
         self._unreported.clear()
         if self._runner is not None:
             self._runner.exit()
             self._runner = None
 
-    def _step(self) -> tuple[list[Sequence], ScheduledBatch | None]:
-        """Does what `step` says; returns the sequences that ended, and the completed step if any.
+    def _step(self) -> ScheduledBatch | None:
+        """Does what `step` says; returns the completed step, if any.
 
-        If anything raises, the steps in flight are forgotten and all residents start afresh.
+        Each sequence that ended goes to its outbox. If anything raises, the steps in flight are
+        forgotten and all residents start afresh.
         """
         runner = self._check_open()
         try:
@@ -96,19 +147,20 @@ class LLMEngine:
             # One step stays in flight, unless nothing new could be launched.
             may_wait = batch is not None and self.config.async_scheduling
             if not self._in_flight or (may_wait and len(self._in_flight) == 1):
-                return [], None
+                return None
             completed, handle = self._in_flight.popleft()
-            finished = self.scheduler.postprocess(completed, handle.token_ids())
+            ended = self.scheduler.postprocess(completed, handle.token_ids())
         except BaseException:
             self._in_flight.clear()
-            self.scheduler.recover()
+            _deliver(self.scheduler.recover())
             raise
+        _deliver(ended)
         self._forget_idle_steps()
-        return finished, completed
+        return completed
 
-    def _abort(self, seq_ids: list[int]) -> None:
-        """Drops requests, except those that have ended."""
-        self.scheduler.abort(seq_ids)
+    def _abort(self, seq_ids: Iterable[int]) -> None:
+        """Drops sequences, except those that have ended."""
+        _mark_aborted(self.scheduler.abort(list(seq_ids)))
         self._forget_idle_steps()
 
     def _forget_idle_steps(self) -> None:
@@ -117,56 +169,39 @@ class LLMEngine:
             self._in_flight.clear()
             self.scheduler.forget_steps_in_flight()
 
-    def _enqueue(self, token_ids: "array[int]", sampling_params: SamplingParams) -> int:
-        seq_id = self._num_requests
-        self._num_requests += 1
+    def _enqueue(
+        self, token_ids: "array[int]", params: SamplingParams, outbox: list[Sequence]
+    ) -> Sequence:
+        """Queues a checked request; returns its first sample.
+
+        outbox: takes the samples as they end.
+        """
         seq = Sequence(
-            seq_id,
+            self._num_sequences,
             token_ids,
-            sampling_params,
+            params,
             max_model_len=self.config.max_model_len,
-            seed=request_seed(sampling_params.seed, self.config.seed, seq_id),
+            seed=request_seed(params.seed, self.config.seed, self._num_requests),
+            outbox=outbox,
         )
+        self._num_requests += 1
+        self._num_sequences += params.n
         self.scheduler.add(seq)
-        return seq_id
+        return seq
 
-    def _checked_token_ids(self, prompt: Prompt, what: str) -> "array[int]":
-        """Returns the prompt as an array of token ids; errors about it call it `what`."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{what} is text, but {self.config.model} has no tokenizer; pass token ids"
-                )
-            token_ids: list[int] = self.tokenizer.encode(prompt)
-        elif not isinstance(prompt, list):
-            raise TypeError(f"{what} must be a str or a list of token ids, got {prompt!r}")
-        else:
-            token_ids = prompt
-        if not token_ids:
-            raise ValueError(f"{what} is empty; it needs at least one token")
-        if len(token_ids) >= self.config.max_model_len:
+    def _check_sampling_params(self, params: object, what: str) -> None:
+        """Raises an error that calls the parameters `what` if this model cannot serve them."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{what} must be a SamplingParams, got {params!r}")
+        try:
+            params.check_ids(self.config.hf_config.vocab_size, self.scheduler.stop_token_ids)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+        if params.stop and self.tokenizer is None:
             raise ValueError(
-                f"{what} has {len(token_ids)} tokens, which leaves no room for a completion within "
-                f"max_model_len={self.config.max_model_len}; shorten it or raise max_model_len"
+                f"{what}: stop strings are looked for in the text, but {self.config.model} has no "
+                "tokenizer; pass stop_token_ids"
             )
-        return self._copied_ids(token_ids, what)
-
-    def _copied_ids(self, token_ids: list[int], what: str) -> "array[int]":
-        vocab_size = self.config.hf_config.vocab_size
-        if set(map(type, token_ids)) == {int}:  # C speed: most prompts need no loop
-            with suppress(OverflowError):  # the loop names the id
-                copied = array("q", token_ids)
-                if np.frombuffer(copied, np.uint64).max() < vocab_size:  # negative ids are large
-                    return copied
-        for index, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise TypeError(f"{what} has {token_id!r} at index {index}; token ids are ints")
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"{what} has token id {token_id} at index {index}; the model's vocabulary "
-                    f"has ids 0 to {vocab_size - 1}"
-                )
-        return array("q", token_ids)
 
     def _check_open(self) -> Runner:
         if self._runner is None:
@@ -181,15 +216,12 @@ def make_runner(config: Config) -> Runner:
     return TensorParallelExecutor(config)
 
 
-def check_sampling_params(value: object, what: str) -> None:
-    if not isinstance(value, SamplingParams):
-        raise TypeError(f"{what} must be a SamplingParams, got {value!r}")
+def _deliver(ended: list[Sequence]) -> None:
+    for seq in ended:
+        assert seq.outbox is not None
+        seq.outbox.append(seq)
 
 
-def request_seed(own: int | None, engine_seed: int, number: int) -> int:
-    """Returns 64 bits that key a request's sampling noise.
-
-    They depend on the request's own seed, or without one on the engine's and the request's number.
-    """
-    parts = [engine_seed, number] if own is None else [own]
-    return xxhash.xxh64_intdigest(b"".join(part.to_bytes(8, "little") for part in parts))
+def _mark_aborted(seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        seq.finish_reason = "abort"

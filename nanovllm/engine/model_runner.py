@@ -27,10 +27,10 @@ from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.causal_lm import CausalLM
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.checkpoint import Checkpoint, WeightSource
 from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import check_weights, load_model, update_weights
 
 
 class ModelRunner:
@@ -74,6 +74,26 @@ class ModelRunner:
         """Starts one step; on the CPU it is complete when this returns."""
         with self._on_stream(), torch.inference_mode():
             return self._to_host.fetch(self._sampled_ids(batch))
+
+    def check_weights(self, source: WeightSource) -> None:
+        """Raises the errors of `update_weights`, on this rank alone, and changes nothing."""
+        with torch.inference_mode():
+            check_weights(self.model, source, self.model.packed_modules_mapping)
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replaces all weights; on a GPU in place, so that CUDA graphs stay valid.
+
+        Raises `ValueError` and changes nothing if they do not match the model. No rank returns
+        before all have read them.
+        """
+        if self._stream:  # the caller's may still compute the weights
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._on_stream(), torch.inference_mode():
+            mapping = self.model.packed_modules_mapping
+            update_weights(self.model, source, mapping, self.config.torch_dtype)
+            if self._stream:
+                self._stream.synchronize()
+        self.group.min(0)
 
     def drop_graphs(self) -> None:
         """Frees the CUDA graphs without waiting for the GPU; later steps run without them."""
@@ -165,12 +185,17 @@ class ModelRunner:
             yield self._prefill(batch.prefill)
 
     def _prefill(self, part: PrefillPart) -> torch.Tensor:
+        ids = self._prefill_and_sample(part)
+        self.kv_cache.copy(fork.copied for fork in part.forks if fork.copied)
+        return ids
+
+    def _prefill_and_sample(self, part: PrefillPart) -> torch.Tensor:
         self.rows.start(part)
         num_sampled = len(part.sampled_rows)
         ids = self._captured.prefill(part, self.rows.send) if self._captured else None
         if ids is not None:
             return ids[:num_sampled]
-        layout = PrefillLayout(part.num_tokens, len(part.rows))
+        layout = PrefillLayout(part.num_tokens, len(part.rows), len(part.forks))
         return self.prefill_step(
             layout.unpack(self.rows.send(layout.pack(part))),
             num_sampled,

@@ -14,7 +14,7 @@ MAX_GRAPH_CONTEXT = 4096  # attention to more keys is spread over programs by th
 
 
 class PrefillArrays(NamedTuple):
-    """The inputs of a prefill with room for t tokens and n sequences, int64 each.
+    """The inputs of a prefill with room for t tokens, n sequences and m samples, int64 each.
 
     What is left over belongs to sequences of no tokens, whose row is -1, or to no sequence.
 
@@ -22,7 +22,7 @@ class PrefillArrays(NamedTuple):
     rows, starts: [n], each sequence's row, and the position of its first token.
     cu_seqlens_q, cu_seqlens_k: [n + 1], cumulative new and total tokens.
     is_stored: [n], 1 if the K/V of the tokens goes to the cache.
-    last_tokens, sampled_rows: [n], index of each token after which one is sampled, and the row that
+    last_tokens, sampled_rows: [m], index of each token after which one is sampled, and the row that
         gets it; 0 and -1 where there are fewer.
     """
 
@@ -38,10 +38,12 @@ class PrefillArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayout:
-    """The places of `PrefillArrays` with room for `num_tokens` tokens and `num_seqs` sequences."""
+    """The places of `PrefillArrays` with room for `num_tokens` tokens, `num_seqs` sequences, and as
+    many samples plus `num_forks`."""
 
     num_tokens: int
     num_seqs: int
+    num_forks: int = 0
 
     @property
     def size(self) -> int:
@@ -54,7 +56,11 @@ class PrefillLayout:
         return np.zeros(self.size, dtype=np.int64)
 
     def holds(self, part: PrefillPart) -> bool:
-        return part.num_tokens <= self.num_tokens and len(part.rows) <= self.num_seqs
+        return (
+            part.num_tokens <= self.num_tokens
+            and len(part.rows) <= self.num_seqs
+            and len(part.sampled_rows) <= self.num_seqs + self.num_forks
+        )
 
     def pack(self, part: PrefillPart) -> np.ndarray:
         """Returns `part` as one int64 array [size]."""
@@ -69,7 +75,7 @@ class PrefillLayout:
             np.concatenate(([0], ends)),
             np.concatenate(([0], (starts + lens).cumsum())),
             np.array([not chunk.is_cached for chunk in part.chunks]),
-            ends[is_last] - 1,
+            np.concatenate([ends[is_last], ends[[fork.chunk for fork in part.forks]]]) - 1,
             np.array(part.sampled_rows, dtype=np.int64),
         )
         packed = np.zeros(self.size, dtype=np.int64)
@@ -91,8 +97,8 @@ class PrefillLayout:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        t, n = self.num_tokens, self.num_seqs
-        return t, n, n, n + 1, n + 1, n, n, n
+        t, n, m = self.num_tokens, self.num_seqs, self.num_seqs + self.num_forks
+        return t, n, n, n + 1, n + 1, n, m, m
 
 
 def graph_layouts(max_num_tokens: int, max_num_seqs: int) -> list[PrefillLayout]:

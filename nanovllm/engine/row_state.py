@@ -44,6 +44,7 @@ class RowState:
     def start(self, part: PrefillPart) -> None:
         """Starts the rows of the sequences that are new in this step."""
         inits = {r: c.init for r, c in zip(part.rows, part.chunks, strict=True) if c.init}
+        inits |= {fork.row: fork.init for fork in part.forks}
         if not inits:
             return
         width = max(len(init.block_table) for init in inits.values())
@@ -59,6 +60,11 @@ class RowState:
         )
         self.sampling.start(rows, *columns_on_device)
         self.block_tables[rows, :width] = tables_on_device.view(len(inits), width).to(torch.int32)
+        if part.forks:
+            ends = [chunk.start + len(chunk.token_ids) for chunk in part.chunks]
+            pairs = np.array([(fork.row, ends[fork.chunk]) for fork in part.forks])
+            forked, lens = self._to_device.send(*pairs.T)
+            self.sampling.context_lens[forked] = lens
 
     def prefill_inputs(
         self, arrays: PrefillArrays, *, max_seqlen_q: int, max_context_len: int, is_paged: bool

@@ -9,34 +9,39 @@ from collections import deque
 from collections.abc import Collection
 from operator import attrgetter
 
+from nanovllm.engine.admission import Admission
 from nanovllm.engine.batch import (
     BlockGrowth,
     DecodePart,
+    Fork,
     PrefillChunk,
     PrefillPart,
     RowInit,
     ScheduledBatch,
 )
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import TextDecoder
+from nanovllm.engine.finishing import Finisher
+from nanovllm.engine.prefix_groups import PrefixGroups
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.shared_prefix import PrefixGroup, find_prefix_groups, pays
-
-MAX_STEPS_HELD = 8  # that a prompt waits for company
 
 
 class Scheduler:
     """Each step decodes all running sequences; prompts, first come first served, fill the rest of
     its budget of tokens. So neither do prompts stall decoding, nor do they need steps of their own.
 
-    While requests queue for rows, they are admitted `max_num_seqs` / 32 at a time, as the first
-    prompt of a step costs more than the others; none is held for more than `MAX_STEPS_HELD` steps.
-
     Sequences are resident (hold a row and blocks) from their first scheduled chunk. `running` are
     those whose whole prompt has been scheduled, in order of admission; a prompt that is only partly
     scheduled stays, resident, at the head of `waiting`.
 
+    The first sample of a request stands for all of them until its whole prompt is scheduled. The
+    step that ends the prompt samples a token for each; those that find no row or blocks then wait
+    like requests of their own, ahead of all others.
+
+    stop_token_ids: ids that end a request unless it ignores them.
     reserved_tokens: room that each running sequence keeps when another one is admitted.
     finds_prefix_groups: whether the runner can read once what sequences share.
+    text_decoder: makes the text in which stop strings are found.
     """
 
     def __init__(
@@ -48,25 +53,22 @@ class Scheduler:
         stop_token_ids: Collection[int],
         reserved_tokens: int = 32,
         finds_prefix_groups: bool = False,
+        text_decoder: TextDecoder | None = None,
     ) -> None:
         self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.reserved_tokens = reserved_tokens
         self.finds_prefix_groups = finds_prefix_groups
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._unfinished: dict[int, Sequence] = {}
-        self._free_rows = list(reversed(range(max_num_seqs)))
-        self._num_steps_held = 0  # for which free rows have waited to become more
+        self._ended: list[Sequence] = []  # by the step that is being completed
+        self._admission = Admission(block_manager, max_num_seqs, reserved_tokens)
+        self._finisher = Finisher(self.stop_token_ids, text_decoder)
+        self._prefix_groups = PrefixGroups(block_manager)
         self._offers: deque[list[int]] = deque()  # for each step in flight, the blocks it offered
         self._offered: list[int] = []  # by the step that is being scheduled
-        # The head that found too few free blocks, and how many there were.
-        self._blocked: tuple[int, int] | None = None
-        # The sequences that groups were looked for last, in the order of their batch, and those.
-        self._grouped: tuple[list[int], list[PrefixGroup]] = ([], [])
 
     def add(self, seq: Sequence) -> None:
         self._unfinished[seq.seq_id] = seq
@@ -76,8 +78,12 @@ class Scheduler:
         return not self._unfinished
 
     @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    @property
     def num_residents(self) -> int:
-        return self.max_num_seqs - len(self._free_rows)
+        return self._admission.num_residents
 
     def schedule(self) -> ScheduledBatch | None:
         """Returns the next step, None if nothing can run before the step in flight completes."""
@@ -96,7 +102,6 @@ class Scheduler:
             before is dropped.
         """
         self._offers.popleft()
-        finished: list[Sequence] = []
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
             if seq is None:
@@ -106,31 +111,38 @@ class Scheduler:
                 self.block_manager.publish(seq, len(seq.token_ids))
             seq.token_ids.append(token_id)
             if self._finish_if_ended(seq, token_id):
-                self._release(seq)
-                finished.append(seq)
-                del self.running[seq_id], self._unfinished[seq_id]
-        return finished
+                self._end(seq)
+        return self._take_ended()
 
-    def abort(self, seq_ids: Collection[int]) -> None:
-        """Drops requests, wherever they are; what steps in flight sample for them is dropped."""
+    def abort(self, seq_ids: Collection[int]) -> list[Sequence]:
+        """Drops sequences, wherever they are; what steps in flight sample for them is dropped.
+
+        It returns those of them that had not ended.
+        """
         aborted = [self._unfinished.pop(i) for i in seq_ids if i in self._unfinished]
         for seq in aborted:
             self._release(seq)
             self.running.pop(seq.seq_id, None)
         if aborted:
             self.waiting = deque(seq for seq in self.waiting if seq.seq_id in self._unfinished)
+        return aborted
 
-    def abort_all(self) -> None:
-        self.abort(list(self._unfinished))
+    def unfinished_samples(self, request_id: int) -> list[int]:
+        """Returns the ids of a request's samples that have not ended."""
+        return [i for i, seq in self._unfinished.items() if seq.request_id == request_id]
+
+    def abort_all(self) -> list[Sequence]:
+        return self.abort(list(self._unfinished))
 
     def forget_steps_in_flight(self) -> None:
         """Counts no step as in flight any more: the ids of those that are will not be read."""
         self._offers.clear()
 
-    def recover(self) -> None:
+    def recover(self) -> list[Sequence]:
         """Forgets the steps in flight and starts all residents afresh, after a step has failed.
 
-        Whatever those steps had offered to the prefix cache is taken back.
+        Whatever those steps had offered to the prefix cache is taken back. It returns the sequences
+        that had ended when the completion of a step was interrupted.
         """
         for offered in (*self._offers, self._offered):
             self.block_manager.withdraw(offered)
@@ -138,29 +150,27 @@ class Scheduler:
         self.forget_steps_in_flight()
         if self.waiting:  # only the head can be resident
             self._release(self.waiting[0])
-        for seq in self.running.values():
-            if seq.finish_reason is not None:  # raised before it was removed: let it end again
-                seq.finish_reason = None
-                seq.token_ids.pop()
-                seq.num_tokens = len(seq.token_ids)
+        for seq in [s for s in self.running.values() if s.finish_reason is not None]:
+            self._end(seq)
         while self.running:
             self._preempt_last()
+        return self._take_ended()
 
     def _schedule_prefill(self, budget: int) -> PrefillPart | None:
         """Schedules `budget` tokens of prompts while rows and blocks last; the last may get a
         chunk."""
-        if self._holds_admissions():
+        if self._admission.holds(self.waiting):
             return None
         seqs: list[Sequence] = []
         chunks: list[PrefillChunk] = []
+        forks: list[Fork] = []
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             init = None
             if seq.row is None:
-                if not self._free_rows or not self._allocate(seq):
+                if not self._admission.admit(seq, len(self.running)):
                     break
-                seq.row = self._free_rows.pop()
-                init = RowInit(seq.sampling_params, seq.seed, list(seq.block_table))
+                init = _row_init(seq)
             start = seq.num_computed_tokens
             end = min(start + budget, seq.num_tokens)
             is_last = end == seq.num_tokens
@@ -177,34 +187,28 @@ class Scheduler:
                 seq.num_tokens += 1
                 self.waiting.popleft()
                 self.running[seq.seq_id] = seq
-        return PrefillPart(*_named(seqs), chunks, _longest(seqs)) if seqs else None
+                if seq.lacks_samples:
+                    forks += self._fork(seq, len(seqs) - 1)
+        return PrefillPart(*_named(seqs), chunks, _longest(seqs), forks) if seqs else None
 
-    def _holds_admissions(self) -> bool:
-        """Returns whether the first prompt waits for more free rows; it counts the steps."""
-        num_wanted = min(self.max_num_seqs // 32, len(self.waiting))
-        is_held = (
-            0 < len(self._free_rows) < num_wanted
-            and self.waiting[0].row is None
-            and self._num_steps_held < MAX_STEPS_HELD
-        )
-        self._num_steps_held = self._num_steps_held + 1 if is_held else 0
-        return is_held
+    def _fork(self, first: Sequence, chunk: int) -> list[Fork]:
+        """Starts the other samples of a request, whose prompt ends in this step with `chunk`.
 
-    def _allocate(self, seq: Sequence) -> bool:
-        """Takes the blocks of the first waiting sequence, unless too few would stay for others.
-
-        While others run, each keeps room for its next `reserved_tokens` tokens: else they would
-        preempt the newcomer soon. A sequence that did not fit is not looked up again until more
-        blocks are free.
+        Those for which there are no rows or blocks wait, in order.
         """
-        num_free = self.block_manager.num_free_blocks
-        blocked, num_free_then = self._blocked or (None, 0)
-        if self.running and blocked == seq.seq_id and num_free <= num_free_then:
-            return False
-        reserve = self.block_manager.blocks_for(self.reserved_tokens * len(self.running))
-        has_blocks = self.block_manager.allocate(seq, reserve)
-        self._blocked = None if has_blocks else (seq.seq_id, num_free)
-        return has_blocks
+        forks: list[Fork] = []
+        waiting: list[Sequence] = []
+        for seq in first.make_others():
+            self._unfinished[seq.seq_id] = seq
+            if waiting or not self._admission.admit_sample(seq, first, len(self.running)):
+                waiting.append(seq)
+                continue
+            seq.num_tokens += 1
+            self.running[seq.seq_id] = seq
+            copied = self.block_manager.copied_block(first, seq)
+            forks.append(Fork(chunk, seq.seq_id, _row(seq), _row_init(seq), copied))
+        self.waiting.extendleft(reversed(waiting))
+        return forks
 
     def _growing(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the sequences that decode next, which are those running whose final token is not
@@ -245,30 +249,8 @@ class Scheduler:
         seqs.sort(key=_num_tokens, reverse=True)
         if not seqs:
             return None
-        return DecodePart(*_named(seqs), growth, _longest(seqs), self._prefix_groups(seqs))
-
-    def _prefix_groups(self, seqs: list[Sequence]) -> list[PrefixGroup]:
-        """Returns the groups of a decode batch that shares prefixes, if it pays to use them.
-
-        They stay the same as long as the batch has the same sequences.
-        """
-        manager = self.block_manager
-        if not self.finds_prefix_groups or not manager.num_shared_reads:
-            return []
-        num_keys = sum(seq.num_computed_tokens for seq in seqs)
-        if not pays(manager.num_shared_reads, manager.block_size, num_keys):
-            return []
-        seq_ids = [seq.seq_id for seq in seqs]
-        if seq_ids != self._grouped[0]:
-            groups = find_prefix_groups(
-                [seq.block_table for seq in seqs],
-                [seq.num_computed_tokens for seq in seqs],
-                manager.block_size,
-            )
-            self._grouped = seq_ids, groups
-        groups = self._grouped[1]
-        num_saved = sum(group.num_saved for group in groups)
-        return groups if pays(num_saved, manager.block_size, num_keys) else []
+        groups = self._prefix_groups.of(seqs) if self.finds_prefix_groups else []
+        return DecodePart(*_named(seqs), growth, _longest(seqs), groups)
 
     def _preempt_last(self) -> None:
         _, seq = self.running.popitem()
@@ -283,22 +265,22 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """Takes row and blocks from `seq`; scheduled again, it computes all its tokens afresh."""
-        if seq.row is None:
-            return
-        self.block_manager.free(seq)
-        self._grouped = ([], [])  # admitted again, it may get other blocks
-        self._free_rows.append(seq.row)
-        seq.row = None
-        seq.num_computed_tokens = 0
-        seq.num_tokens = len(seq.token_ids)
+        self._admission.release(seq)
+        self._prefix_groups.forget()
 
     def _finish_if_ended(self, seq: Sequence, token_id: int) -> bool:
         """Sets the finish reason if this token ends `seq`; returns whether it does."""
-        if token_id in self.stop_token_ids and not seq.sampling_params.ignore_eos:
-            seq.finish_reason = "stop"
-        elif len(seq.token_ids) >= seq.max_num_tokens:
-            seq.finish_reason = "length"
-        return seq.finish_reason is not None
+        return self._finisher.ends(seq, token_id)
+
+    def _end(self, seq: Sequence) -> None:
+        """Takes out a sequence that has its finish reason."""
+        self._release(seq)
+        self._ended.append(seq)
+        del self.running[seq.seq_id], self._unfinished[seq.seq_id]
+
+    def _take_ended(self) -> list[Sequence]:
+        ended, self._ended = self._ended, []
+        return ended
 
 
 _num_tokens = attrgetter("num_tokens")
@@ -307,6 +289,10 @@ _num_tokens = attrgetter("num_tokens")
 def _row(seq: Sequence) -> int:
     assert seq.row is not None, "only residents are scheduled"
     return seq.row
+
+
+def _row_init(seq: Sequence) -> RowInit:
+    return RowInit(seq.sampling_params, seq.seed, list(seq.block_table))
 
 
 def _named(seqs: list[Sequence]) -> tuple[list[int], list[int]]:

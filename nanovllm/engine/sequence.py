@@ -5,18 +5,30 @@ Computed tokens chase known tokens: scheduling a step advances `num_computed_tok
 `num_tokens` is ahead of `len(token_ids)`.
 """
 
+import copy
 from array import array
+from typing import TYPE_CHECKING
 
-from nanovllm.outputs import FinishReason
+from nanovllm.engine.seeds import request_seed, sample_seed
+from nanovllm.outputs import FinishReason, Logprobs
 from nanovllm.sampling_params import SamplingParams
 
-NO_BLOCKS: list[int] = []  # the table of all that wait: replaced on admission, never appended to
+if TYPE_CHECKING:
+    from nanovllm.engine.completion_text import CompletionText
+
+# Of all that wait, which so hold no objects of their own: replaced, never appended to.
+NO_BLOCKS: list[int] = []
+NO_SAMPLES: "list[Sequence]" = []
 
 
 class Sequence:
-    """A request's tokens, blocks and progress.
+    """The tokens, blocks and progress of a request, or of one of its samples if it wants several.
 
-    seq_id: a number that is unique in its engine and rises with submission.
+    seq_id: a number that is unique in its engine and rises with submission; `sample` more than the
+        request's own.
+    sample: its index among the samples of its request.
+    outbox: what the engine appends it to when it ends; all of a caller's share it.
+    others: in sample 0, the other samples once the prompt has been scheduled; till then none.
     token_ids: prompt and completion as far as known; takes over `prompt_token_ids`. An array("q"),
         not a list: the garbage collector would visit every id of every waiting prompt, again and
         again. For its sake too, a waiting sequence holds no other object of its own.
@@ -30,13 +42,17 @@ class Sequence:
     block_table: ids of the K/V blocks of its tokens, in order; `NO_BLOCKS` unless resident.
     block_hashes: hash chain of the leading full blocks of `token_ids`, extended on demand.
     num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
+    text: the completion as text, kept only for the sake of stop strings.
+    logprobs, prompt_logprobs: as in the results; None unless asked for.
     finish_reason: why it has ended; None before.
+    stop_reason: the stop string, or the request's own stop token, that ended it.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "finish_reason", "max_num_tokens", "num_computed_tokens",
-        "num_prompt_tokens", "num_published_blocks", "num_tokens", "row", "sampling_params", "seed",
-        "seq_id", "token_ids",
+        "block_hashes", "block_table", "finish_reason", "logprobs", "max_num_tokens",
+        "num_computed_tokens", "num_prompt_tokens", "num_published_blocks", "num_tokens", "others",
+        "outbox", "prompt_logprobs", "row", "sample", "sampling_params", "seed", "seq_id",
+        "stop_reason", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -47,8 +63,12 @@ class Sequence:
         *,
         max_model_len: int,
         seed: int,
+        outbox: "list[Sequence] | None" = None,
     ) -> None:
         self.seq_id = seq_id
+        self.sample = 0
+        self.outbox = outbox
+        self.others = NO_SAMPLES
         self.token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = len(prompt_token_ids)
@@ -62,7 +82,50 @@ class Sequence:
         self.block_table = NO_BLOCKS
         self.block_hashes: tuple[int, ...] = ()
         self.num_published_blocks = 0
+        self.text: CompletionText | None = None
+        self.logprobs: list[Logprobs] | None = None
+        self.prompt_logprobs: list[Logprobs | None] | None = None
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def request_id(self) -> int:
+        """The id of the request, which is that of its first sample."""
+        return self.seq_id - self.sample
+
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether it is the first sample, and the others are still to be made."""
+        return self.sampling_params.n > 1 and self.sample == 0 and not self.others
+
+    def make_others(self) -> "list[Sequence]":
+        """Makes the other samples of the request, which wait like requests of their own."""
+        params = self.sampling_params
+        self.others = [self._other(sample) for sample in range(1, params.n)]
+        return self.others
+
+    def _other(self, sample: int) -> "Sequence":
+        """Returns another sample of the prompt, with the seed that `sample_seed` says."""
+        other = copy.copy(self)
+        other.seq_id += sample
+        other.sample = sample
+        other.others = NO_SAMPLES
+        other.token_ids = self.token_ids[:]
+        own = self.sampling_params.seed
+        if own is None:
+            other.seed = sample_seed(self.seed, sample)
+        else:
+            other.seed = request_seed(sample_seed(own, sample), 0, 0)
+        other.restart()
+        return other
+
+    def restart(self) -> None:
+        """Forgets row and blocks: all its tokens are to be computed afresh."""
+        self.row = None
+        self.block_table = NO_BLOCKS
+        self.num_published_blocks = 0
+        self.num_computed_tokens = 0
+        self.num_tokens = len(self.token_ids)
 
     @property
     def completion_token_ids(self) -> list[int]:

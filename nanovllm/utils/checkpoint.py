@@ -1,16 +1,17 @@
-"""Reads a safetensors checkpoint directory: which tensors it has, and slices of them.
+"""Sources of weights: a safetensors checkpoint directory, or tensors that a caller gives.
 
-Nothing but headers is read until a tensor is sliced.
+Of a directory, nothing but headers is read until a tensor is sliced.
 """
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,22 @@ class SliceableTensor(Protocol):
     @property
     def shape(self) -> Any: ...
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class WeightSource(Protocol):
+    """Where a model's weights come from: tensors by name."""
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
+        """Yields (name, tensor); a tensor is readable until the next is asked for."""
+        ...
 
 
 def _open(file: Path) -> Any:
@@ -84,6 +101,10 @@ class Checkpoint:
         return files
 
     @property
+    def label(self) -> str:
+        return str(self.path)
+
+    @property
     def names(self) -> set[str]:
         """The tensors' names, without buffers that some old checkpoints store and models derive."""
         return {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
@@ -101,8 +122,7 @@ class Checkpoint:
         the checkpoint holds both and they differ."""
         if not tie_word_embeddings or not {LM_HEAD, EMBEDDING} <= self.names:
             return tie_word_embeddings
-        head, embedding = (next(self.tensors({name}))[1][:] for name in (LM_HEAD, EMBEDDING))
-        is_tied = torch.equal(head, embedding)
+        is_tied = has_equal_head(self)
         if not is_tied:
             logger.warning(
                 "%s: tie_word_embeddings is true, but %s differs from the embedding; keeping both",
@@ -110,3 +130,52 @@ class Checkpoint:
                 LM_HEAD,
             )
         return is_tied
+
+
+class GivenWeights:
+    """Tensors that a caller gives, as (name, tensor) pairs."""
+
+    label = "weights"
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises `TypeError` or `ValueError` for anything but floating tensors with names of their
+        own."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        for index, pair in enumerate(weights):
+            if not isinstance(pair, tuple) or [*map(_kind, pair)] != [str, torch.Tensor]:
+                raise TypeError(
+                    f"weights must be pairs of name and tensor, got {pair!r:.200} at index {index}"
+                )
+            name, tensor = pair
+            if name in self._tensors:
+                raise ValueError(f"weights have tensor {name!r} twice")
+            if not tensor.is_floating_point():
+                raise ValueError(
+                    f"weights have tensor {name!r} in {tensor.dtype}, which is not a floating dtype"
+                )
+            self._tensors[name] = tensor.detach()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def tensors(self, names: set[str]) -> Iterator[tuple[str, SliceableTensor]]:
+        for name in sorted(names):
+            yield name, self._tensors[name]
+
+    def save(self, directory: str | Path) -> Checkpoint:
+        """Writes the tensors, one by one, where other processes can read them."""
+        for number, (name, tensor) in enumerate(self._tensors.items()):
+            file = Path(directory) / f"{number}.safetensors"
+            save_file({name: tensor.cpu().contiguous()}, file)
+        return Checkpoint(directory)
+
+
+def has_equal_head(source: WeightSource) -> bool:
+    """Whether the LM head and the embedding of a source that has both are equal."""
+    head, embedding = (next(source.tensors({name}))[1][:] for name in (LM_HEAD, EMBEDDING))
+    return torch.equal(head, embedding)
+
+
+def _kind(value: object) -> type:
+    return next((kind for kind in (str, torch.Tensor) if isinstance(value, kind)), object)

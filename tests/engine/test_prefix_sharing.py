@@ -180,7 +180,7 @@ def test_groups_that_share_blocks_are_found_once_per_batch(
     searches: list[int] = []
     find = shared_prefix.find_prefix_groups
     monkeypatch.setattr(
-        "nanovllm.engine.scheduler.find_prefix_groups",
+        "nanovllm.engine.prefix_groups.find_prefix_groups",
         lambda tables, *args: searches.append(len(tables)) or find(tables, *args),
     )
     seqs = [add(scheduler, i, [*PREFIX, i], max_tokens=20 - i) for i in range(3)]

@@ -2,9 +2,10 @@
 
 from array import array
 
+from nanovllm.engine.admission import MAX_STEPS_HELD
 from nanovllm.engine.batch import BlockGrowth, ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import MAX_STEPS_HELD, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 

@@ -18,11 +18,13 @@ from nanovllm.engine import block_manager
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.seeds import sample_seed
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from tests.helpers.simulated_runner import NUM_IDS, STOP_IDS, Oracle, Runner, Step
 
 MAX_LEN = 40
+MAX_SAMPLES = 10
 LAST_TICK = 40  # at which requests arrive, are aborted, or steps fail
 STEMS = [[1] * MAX_LEN, [(7 * i * i + i // 3) % NUM_IDS for i in range(MAX_LEN)]]
 
@@ -30,13 +32,14 @@ STEMS = [[1] * MAX_LEN, [(7 * i * i + i // 3) % NUM_IDS for i in range(MAX_LEN)]
 @dataclass(frozen=True)
 class Request:
     """Describes a request whose prompt is the start of a stem, which other requests share, and a
-    tail. `arrives` and `aborted` are ticks."""
+    tail. It wants `n` samples. `arrives` and `aborted` are ticks."""
 
     stem: int
     stem_len: int
     tail: list[int]
     max_tokens: int
     ignore_eos: bool
+    n: int
     seed: int
     arrives: int
     aborted: int | None
@@ -70,8 +73,9 @@ class World:
         in flight when it ended) or lost (two steps per failure).
         """
         num_chunks = -(-self.max_model_len // self.max_num_batched_tokens)
-        num_kept = sum(request.max_tokens for request in self.requests)
-        return num_chunks * (num_kept + 2 * len(self.requests) + 3 * len(self.failures))
+        num_kept = sum(request.n * request.max_tokens for request in self.requests)
+        num_samples = sum(request.n for request in self.requests)
+        return num_chunks * (num_kept + 2 * num_samples + 3 * len(self.failures))
 
 
 # Examples are slow on a busy machine, so slowness is no failure.
@@ -84,6 +88,7 @@ requests = st.builds(
     tail=st.lists(st.integers(0, 2), max_size=3),
     max_tokens=st.integers(1, MAX_LEN),
     ignore_eos=st.booleans(),
+    n=st.sampled_from([1, 1, 1, 2, 3, 7]),
     seed=st.integers(0, 1),
     arrives=st.just(0) | ticks,
     aborted=st.none() | st.none() | st.none() | ticks,
@@ -127,11 +132,17 @@ class Simulation:
             stop_token_ids=STOP_IDS,
             reserved_tokens=world.reserved_tokens,
         )
-        self.seqs = [self._sequence(*numbered) for numbered in enumerate(world.requests)]
-        self.oracles = [
-            Oracle(seq.token_ids, seq.max_num_tokens, request.ignore_eos, seq.seed)
-            for seq, request in zip(self.seqs, world.requests, strict=True)
-        ]
+        self.firsts = [self._sequence(*numbered) for numbered in enumerate(world.requests)]
+        self.oracles = {
+            first.seq_id + i: Oracle(
+                first.token_ids,
+                first.max_num_tokens,
+                first.sampling_params.ignore_eos,
+                sample_seed(first.seed, i),
+            )
+            for first in self.firsts
+            for i in range(first.sampling_params.n)
+        }
         self.runner = Runner(world.block_size, self.oracles)
         self.in_flight: deque[Step] = deque()
         self.finished: set[int] = set()
@@ -151,7 +162,7 @@ class Simulation:
             self._add_and_abort(tick)
             self._tick(tick in self.world.failures)
             self._check()
-            if len(self.finished | self.aborted) == len(self.seqs) and not self.in_flight:
+            if len(self.finished | self.aborted) == len(self.oracles) and not self.in_flight:
                 break
         else:
             raise AssertionError("livelock")
@@ -159,16 +170,22 @@ class Simulation:
         assert self.scheduler.num_residents == len(self.scheduler.waiting) == 0
         assert self.manager.num_free_blocks == self.manager.num_blocks, "a block leaked"
         for seq_id in self.finished:
-            seq, oracle = self.seqs[seq_id], self.oracles[seq_id]
+            seq, oracle = self.seqs()[seq_id], self.oracles[seq_id]
             assert seq.completion_token_ids == oracle.completion
             assert seq.finish_reason == oracle.finish_reason
 
-    def _sequence(self, seq_id: int, request: Request) -> Sequence:
+    def seqs(self) -> dict[int, Sequence]:
+        """Returns all samples that there are by now."""
+        return {seq.seq_id: seq for first in self.firsts for seq in (first, *first.others)}
+
+    def _sequence(self, number: int, request: Request) -> Sequence:
         max_model_len = self.world.max_model_len
         prompt = STEMS[request.stem][: request.stem_len] + request.tail or [1]
-        params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+        params = SamplingParams(
+            n=request.n, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos
+        )
         return Sequence(
-            seq_id,
+            MAX_SAMPLES * number,
             array("q", prompt[: max_model_len - 1]),
             params,
             max_model_len=max_model_len,
@@ -176,13 +193,13 @@ class Simulation:
         )
 
     def _add_and_abort(self, tick: int) -> None:
-        for seq_id, request in enumerate(self.world.requests):
+        for first, request in zip(self.firsts, self.world.requests, strict=True):
             if tick == request.arrives:
-                self.scheduler.add(self.seqs[seq_id])
+                self.scheduler.add(first)
             if request.aborted is not None and tick == max(request.arrives, request.aborted):
-                self.scheduler.abort([seq_id])
-                if seq_id not in self.finished:
-                    self.aborted.add(seq_id)
+                self.scheduler.abort(self.scheduler.unfinished_samples(first.seq_id))
+                seq_ids = range(first.seq_id, first.seq_id + request.n)
+                self.aborted |= set(seq_ids) - self.finished
 
     def _tick(self, fails: bool) -> None:
         batch = self._schedule()
@@ -212,6 +229,7 @@ class Simulation:
         parts = [part for part in (batch.decode, batch.prefill) if part is not None]
         rows = [row for part in parts for row in part.rows]
         assert all(len(part.seq_ids) == len(part.rows) > 0 for part in parts)
+        rows += [fork.row for fork in batch.prefill.forks] if batch.prefill else []
         assert len(rows) == len(set(rows)) > 0
         if batch.prefill:
             chunks = batch.prefill.chunks
@@ -219,14 +237,16 @@ class Simulation:
             assert all(chunk.token_ids for chunk in chunks)
             num_tokens = batch.num_prefilled + batch.num_decoded
             assert num_tokens <= self.world.max_num_batched_tokens
+            self.stats["forks"] += len(batch.prefill.forks)
             self.stats["chunks"] += sum(not chunk.is_last for chunk in chunks)
             self.stats["cache hits"] += sum(chunk.start > 0 for chunk in chunks if chunk.init)
         self.stats["mixed steps"] += len(parts) == 2
         return batch
 
     def _check(self) -> None:
-        self.manager.check_integrity(self.seqs)
-        rows = [seq.row for seq in self.seqs if seq.row is not None]
+        seqs = self.seqs().values()
+        self.manager.check_integrity(seqs)
+        rows = [seq.row for seq in seqs if seq.row is not None]
         assert len(rows) == len(set(rows)) == self.scheduler.num_residents
         assert len(rows) <= self.world.max_num_seqs
 
@@ -257,5 +277,6 @@ def test_the_schedules_are_hard(late: bool) -> None:
     assert stats["preemptions"] > 50
     assert stats["cache hits"] > 50
     assert stats["chunks"] > 50
+    assert stats["forks"] > 50
     assert stats["mixed steps"] > 50
     assert not late or (stats["dropped ids"] > 50 and stats["drained steps"] > 50)

@@ -5,7 +5,7 @@ lost update shows. The simulation reads nothing but batches, and keeps rows as `
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
@@ -59,10 +59,9 @@ class Step:
 
 
 class Runner:
-    """Computes batches in launch order. It uses `oracles`, which are indexed by sequence id, only
-    to check K/V."""
+    """Computes batches in launch order. It uses `oracles`, by sequence id, only to check K/V."""
 
-    def __init__(self, block_size: int, oracles: list[Oracle]) -> None:
+    def __init__(self, block_size: int, oracles: Mapping[int, Oracle]) -> None:
         self.block_size = block_size
         self.oracles = oracles
         self.store: dict[int, int] = {}  # slot -> value
@@ -82,6 +81,7 @@ class Runner:
             slots += self._compute(batch.prefill, self._prefill_inputs(batch.prefill))
             is_cached = [chunk.is_cached for chunk in batch.prefill.chunks]
             assert len(slots) == batch.num_decoded + batch.num_prefilled - sum(is_cached)
+            slots += self._fork(batch.prefill)
             sampled += [self.last_tokens[row] for row in batch.prefill.sampled_rows]
         assert len(slots) == len(set(slots)), "two tokens share a slot"
         return Step(batch, sampled, slots)
@@ -106,6 +106,28 @@ class Runner:
                 assert self.store[slot] == value
             self.last_tokens[row] = sample(value, self.seeds[row])
         assert part.max_context_len == max(self.context_lens[row] for row in part.rows)
+        return slots
+
+    def _fork(self, part: PrefillPart) -> list[int]:
+        """Copies the blocks of further samples and draws their first tokens; returns the slots that
+        it writes."""
+        slots: list[int] = []
+        for fork in part.forks:
+            first, chunk = part.rows[fork.chunk], part.chunks[fork.chunk]
+            assert chunk.is_last
+            self.seeds[fork.row] = fork.init.seed
+            for index, block_id in enumerate(fork.init.block_table):
+                self.block_ids[fork.row, index] = block_id
+            if fork.copied:
+                for offset in range(fork.copied.num_tokens):
+                    source = fork.copied.source * self.block_size + offset
+                    slots.append(fork.copied.target * self.block_size + offset)
+                    self.store[slots[-1]] = self.store[source]
+            length = self.context_lens[fork.row] = self.context_lens[first]
+            values = self.oracles[fork.seq_id].values
+            stored = [self.store.get(self._slot(fork.row, i)) for i in range(length)]
+            assert stored == values[:length], "a fork has wrong K/V"
+            self.last_tokens[fork.row] = sample(values[length - 1], fork.init.seed)
         return slots
 
     def fail(self, steps: Iterable[Step]) -> None:
