@@ -67,17 +67,15 @@ class OpenAIRows:
         params = self._params(index, url, body)
         if url == COMPLETIONS:
             return Request(params, _required(body, "prompt"))
-        options = {
-            name: body[name]
-            for name in ("tools", "chat_template_kwargs")
-            if body.get(name) is not None
-        }
-        if body.get("tool_choice") == "none":
-            options.pop("tools", None)
-        return Request(params, messages=_required(body, "messages"), chat_options=options)
+        return Request(
+            params,
+            messages=_required(body, "messages"),
+            tools=None if body.get("tool_choice") == "none" else body.get("tools"),
+            chat_template_kwargs=body.get("chat_template_kwargs") or {},
+        )
 
     def result(self, index: int, row: Row, output: RequestOutput) -> Row:
-        samples: list[Any] = list(output.get("outputs", [output]))
+        samples = output.get("outputs") or [output]
         num_prompt = len(output["prompt_token_ids"])
         num_completion = sum(len(sample["token_ids"]) for sample in samples)
         is_chat = row["url"] == CHAT

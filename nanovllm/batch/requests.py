@@ -19,12 +19,13 @@ _KEYWORDS = [field.name for field in fields(SamplingParams)]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, or a conversation with the keywords that `LLM.chat` takes, and its sampling."""
+    """A prompt, or a conversation and what `LLM.chat` takes with it, and its sampling."""
 
     sampling_params: SamplingParams
     prompt: Any = None
-    messages: list[dict[str, Any]] | None = None
-    chat_options: dict[str, Any] = field(default_factory=dict)
+    messages: Any = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class Format(Protocol):

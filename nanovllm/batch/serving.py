@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from nanovllm.batch.engines import Answer, Engine
 from nanovllm.batch.files import BadRow, Row
@@ -63,7 +62,7 @@ def _answered(form: Format, row: Row, answer: Answer) -> ServedRow:
     index, output = answer
     if isinstance(output, str):
         return _failed(form, index, row, output)
-    samples: list[Any] = output.get("outputs", [output])
+    samples = output.get("outputs") or [output]
     return ServedRow(
         index,
         form.result(index, row, output),
