@@ -94,9 +94,8 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
         wants = self._add_bos_token if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and string.startswith(
-            self.tokenizer.decode([self.prefix_token_id])
-        ):
+        prefix = str(self.tokenizer.decode([self.prefix_token_id]))
+        if add_special_tokens is None and string.startswith(prefix):
             wants = False
         options = {} if wants is None else {"add_special_tokens": wants}
         return list(self.tokenizer.encode(string, **options))

@@ -30,7 +30,8 @@ def serve_on_ray(source: Source, start: int, options: Options) -> Iterator[Serve
     if not ray.is_initialized():
         ray.init()  # joins the cluster that RAY_ADDRESS or `ray start` names, or starts one
     results = ray.data.read_datasource(
-        _RowRanges(source, start, options.ray_batch_size, options)
+        _RowRanges(source, start, options.ray_batch_size, options),
+        num_cpus=0,  # else engines on all CPUs would wait for rows for ever
     ).map_batches(
         _LineCompletions,
         fn_constructor_args=(options, next(source.rows(0))),

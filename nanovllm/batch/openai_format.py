@@ -129,7 +129,7 @@ class OpenAIRows:
 
     def _chat_token(self, best: dict[int, float]) -> Row:
         """Returns one token with its alternatives; the sampled id comes first in `best`."""
-        tokens = []
+        tokens: list[Row] = []
         for token_id, logprob in best.items():
             text = self._token_text(token_id)
             tokens.append({"token": text, "logprob": logprob, "bytes": list(text.encode())})
