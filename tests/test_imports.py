@@ -21,6 +21,9 @@ ALLOWED = {
     "models": {"utils", "layers"},
     "engine": {"utils", "kernels", "layers", "models"} | LEAVES,
     "llm": {"engine"} | LEAVES,
+    "batch": {"engine", "llm", "ray"} | LEAVES,
+    "ray": {"batch", "sampling_params"},
+    "lm_eval": {"llm", "sampling_params"},
     "report": {"config", "kernels", "layers", "models", "utils"},
     "__init__": {"llm"} | LEAVES,
     "config": {"sampling_params", "layers", "models", "utils"},
@@ -32,7 +35,15 @@ CONFINED = {
     "llvmlite": ("kernels/cpu/",),
     "flash_attn": ("layers/attention_backends/",),
     "torch.distributed": ("utils/distributed.py", "utils/gpu_links.py"),
-    "multiprocessing": ("engine/executor.py", "engine/worker", "engine/ipc.py"),
+    "multiprocessing": (
+        "engine/executor.py",
+        "engine/worker",
+        "engine/ipc.py",
+        "batch/engines.py",
+    ),
+    "pyarrow": ("batch/parquet.py", "batch/on_ray.py", "ray.py"),
+    "ray": ("batch/on_ray.py", "ray.py"),
+    "lm_eval": ("lm_eval.py",),
     "torch.multiprocessing": (),
 }
 TORCH_FREE = [

@@ -1,0 +1,1 @@
+"""Jobs over files: `python -m nanovllm.batch INPUT OUTPUT --model DIR [options]`."""
