@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,10 +52,13 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: bool | None = None,
         batch_size: object = None,
         max_batch_size: object = None,
+        device: str = "auto",
         **keywords: Any,
     ) -> None:
         super().__init__()
-        self._llm = LLM(pretrained, **keywords)
+        if not torch.cuda.is_available() and device.startswith("cuda"):
+            device = "auto"  # the harness passes "cuda:0" where nobody has chosen
+        self._llm = LLM(pretrained, device=device, **keywords)
         if self._llm.tokenizer is None:
             raise ValueError(f"{pretrained} has no tokenizer, which evaluations need")
         self.tokenizer = self._llm.tokenizer
