@@ -116,6 +116,6 @@ def test_a_job_on_ray_writes_what_one_engine_writes(tiny_qwen3: Path, tmp_path: 
     rows[7] = "{oops"
     source = write_rows(tmp_path / "in.jsonl", rows)
     assert run_job(source, tmp_path / "here.jsonl", tiny_qwen3, "--max-tokens=4") == 0
-    options = ("--max-tokens=4", "--ray", "--ray-concurrency=2", "--ray-batch-size=8")
+    options = ("--max-tokens=4", "--ray", "--ray-batch-size=16")
     assert run_job(source, tmp_path / "ray.jsonl", tiny_qwen3, *options) == 0
     assert read_rows(tmp_path / "ray.jsonl") == read_rows(tmp_path / "here.jsonl")

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from nanovllm.utils.checkpoint import (
     EMBEDDING,
@@ -24,8 +23,7 @@ from nanovllm.utils.checkpoint import (
     has_equal_head,
     pieces,
 )
-
-PROGRESS_SECONDS = 3.0  # a shorter load shows no progress bar
+from nanovllm.utils.loading_progress import LoadingProgress
 
 # By checkpoint tensor name, the parameter that it fills and which part of it.
 Sources = dict[str, tuple[nn.Parameter, str | None]]
@@ -214,19 +212,13 @@ def _fill(
     dtype: what the tensors are rounded to before; None converts them straight to the parameters'
         dtype, which may be wider than the model's.
     """
-    with tqdm(
-        total=sum(given.header(name).num_bytes for name in sources),
-        desc="Loading weights",
-        unit="B",
-        unit_scale=True,
-        delay=PROGRESS_SECONDS,
-        disable=not shows_progress,
-    ) as bar:
+    total_bytes = sum(given.header(name).num_bytes for name in sources)
+    with LoadingProgress(total_bytes, is_shown=shows_progress) as progress:
         for name, tensor in given.tensors(set(sources)):
             param, part = sources[name]
             rounded = tensor if dtype is None else _Rounded(tensor, dtype)
             _weight_loader(param)(param, rounded, part)
-            bar.update(given.header(name).num_bytes)
+            progress.add(given.header(name).num_bytes)
 
 
 def _checked(model: Parameterized, given: WeightSource, packed_modules: PackedModules) -> Sources:

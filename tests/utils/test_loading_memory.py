@@ -22,8 +22,9 @@ import sys
 from pathlib import Path
 import torch
 from transformers import AutoConfig
-from nanovllm.layers import onednn
+from nanovllm.layers import cpu_weights
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.utils import cpu_features
 from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import load_model
@@ -32,7 +33,8 @@ def kilobytes(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
-onednn._has_onednn = lambda: False  # its layout would be another copy of each weight
+# Another layout would be another copy of each weight.
+cpu_features.has_onednn = cpu_weights.cpu_multiplies = lambda *_: False
 path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config, checkpoint = AutoConfig.from_pretrained(path), Checkpoint(path)
 torch.set_default_dtype(torch.bfloat16)
