@@ -1,9 +1,6 @@
 """Tests that evaluations by lm-evaluation-harness score as its own Hugging Face model does."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from nanovllm.lm_eval import NanoVLLM  # noqa: E402
-from tests.helpers import ROOT  # noqa: E402
 from tests.helpers.checkpoints import CORPUS  # noqa: E402
-from tests.helpers.faults import STARTING  # noqa: E402
 
 ENGINE = {"device": "cpu", "max_num_seqs": 8, "max_model_len": 512, "num_kvcache_blocks": 16}
 DOCS = [
@@ -143,22 +138,3 @@ def test_contexts_are_computed_once(ours: NanoVLLM) -> None:
     alone = [ours._scores([pair], disable_tqdm=True)[0] for pair in pairs]
     assert [logprob for logprob, _ in scores] == pytest.approx([p for p, _ in alone], rel=1e-5)
     assert sum(is_greedy for _, is_greedy in scores) <= 1
-
-
-def test_the_command_line_is_the_harnesss(tiny_qwen3: Path, tasks: Path, tmp_path: Path) -> None:
-    arguments = ",".join(f"{key}={value}" for key, value in ENGINE.items() if key != "device")
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "nanovllm.lm_eval", "--include_path", str(tasks)),
-            *("--model_args", f"pretrained={tiny_qwen3},{arguments}", "--device", "cpu"),
-            *("--tasks", "choice", "--output_path", str(tmp_path)),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=STARTING,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "acc_norm" in result.stdout

@@ -4,13 +4,17 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanovllm import SamplingParams
+from nanovllm.batch.engines import EngineProcesses
+from nanovllm.batch.requests import Request
 from tests.batch.jobs import read_rows, run_job, start_job, write_rows
+from tests.helpers.engines import make_llm
 from tests.helpers.faults import STARTING, until
 
 NUM_ROWS = 60
@@ -91,23 +95,23 @@ def test_two_processes_do_not_write_one_output(
         job.communicate()
 
 
-def children(pid: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=True
-    )
-    spawned = [line for line in listed.stdout.splitlines() if "spawn_main" in line]
-    return [int(line.split()[0]) for line in spawned]
-
-
-def test_the_rows_of_a_lost_engine_go_to_the_others(
-    source: Path, undisturbed: bytes, tiny_qwen3: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out.jsonl"
-    job = start_job(source, output, tiny_qwen3, *OPTIONS, "--data-parallel-size=2")
-    until(lambda: num_lines(output) or job.poll() is not None, STARTING)
-    engines = children(job.pid)
-    assert len(engines) == 2
-    os.kill(engines[0], signal.SIGKILL)
-    text, _ = job.communicate(timeout=STARTING)
-    assert job.returncode == 0, text
-    assert output.read_bytes() == undisturbed
+def test_the_rows_of_a_lost_engine_go_to_the_others(tiny_qwen3: Path) -> None:
+    keywords = {"model": str(tiny_qwen3), "device": "cpu", "max_model_len": 128}
+    keywords |= {"max_num_seqs": 8, "num_kvcache_blocks": 16}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [[2 + i, 3, 5] for i in range(40)]
+    with make_llm(tiny_qwen3) as llm:
+        expected = [output["token_ids"] for output in llm.generate(prompts, params, False)]
+    engines = EngineProcesses(keywords, [None, None])
+    try:
+        for index, prompt in enumerate(prompts):
+            engines.submit(index, Request(params, prompt))
+        os.kill(engines._workers[0]._process.pid or 0, signal.SIGKILL)
+        answers: dict[int, Any] = {}
+        while engines.num_pending:
+            for index, answer in engines.poll():
+                assert index not in answers, "answered twice"
+                answers[index] = answer
+    finally:
+        engines.exit()
+    assert [answers[i]["token_ids"] for i in range(len(prompts))] == expected
