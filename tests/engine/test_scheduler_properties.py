@@ -252,13 +252,13 @@ class Simulation:
 
 
 @given(world=worlds(late=False))
-@on_any_machine(max_examples=1000)
+@on_any_machine(max_examples=700)
 def test_any_schedule_is_right_with_ids_at_once(world: World) -> None:
     Simulation(world).run()
 
 
 @given(world=worlds(late=True))
-@on_any_machine(max_examples=1000)
+@on_any_machine(max_examples=700)
 def test_any_schedule_is_right_with_ids_one_step_late(world: World) -> None:
     Simulation(world).run()
 
