@@ -39,7 +39,7 @@ CONFINED = {
         "engine/executor.py",
         "engine/worker",
         "engine/ipc.py",
-        "batch/engines.py",
+        "batch/engine_processes.py",
     ),
     "pyarrow": ("batch/parquet.py", "batch/on_ray.py", "ray.py"),
     "ray": ("batch/on_ray.py", "ray.py"),

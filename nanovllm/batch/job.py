@@ -11,7 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.batch.engines import Engine, EngineProcesses, LocalEngine, gpus_for_engines
+from nanovllm.batch.engine_processes import EngineProcesses, gpus_for_engines
+from nanovllm.batch.engines import Engine, LocalEngine
 from nanovllm.batch.files import LineFile, Source, is_parquet, open_source, to_line
 from nanovllm.batch.formats import format_of
 from nanovllm.batch.options import Options

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.batch.engines import EngineProcesses
+from nanovllm.batch.engine_processes import EngineProcesses
 from nanovllm.batch.requests import Request
 from tests.batch.jobs import read_rows, run_job, start_job, write_rows
 from tests.helpers.engines import make_llm
