@@ -32,6 +32,7 @@ from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.checkpoint import Checkpoint, WeightSource
 from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.gpu_streams import give_back_stream, take_stream
 from nanovllm.utils.loader import check_weights, load_model, update_weights
 
 
@@ -53,7 +54,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free_at_start = torch.cuda.mem_get_info(self.device)[0] + group.gpu_bytes
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = take_stream(self.device)
         with self._on_stream(), torch.inference_mode():
             self._load()
             if self.device.type == "cuda":
@@ -105,13 +106,14 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Frees everything; nothing else works afterwards. A second call does nothing."""
-        is_cuda = vars(self).get("_stream") is not None
+        stream: torch.cuda.Stream | None = vars(self).get("_stream")
         try:
-            if is_cuda:
+            if stream is not None:
                 torch.cuda.synchronize(self.device)
         finally:  # after an error on the GPU it raises that again
             vars(self).clear()
-        if is_cuda:
+        if stream is not None:
+            give_back_stream(stream)
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
