@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.engine.compilation import compile_together
 from nanovllm.layers.linear import Linear, Matmul, MatmulTable
 from nanovllm.models.causal_lm import CausalLM
 from nanovllm.utils.distributed import TPGroup
@@ -51,16 +50,9 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> Tu
     """
     from nanovllm.kernels.matmul import CANDIDATES
 
-    limits = [limit for limit in CANDIDATES if limit < max_num_tokens]
-    limits += [limit for limit in CANDIDATES if limit >= max_num_tokens][:1]
-    alike: dict[tuple[object, ...], list[Linear]] = {}
-    for layer in model.modules():
-        if isinstance(layer, Linear) and layer.is_tunable:
-            alike.setdefault((layer.weight.shape, type(layer)), []).append(layer)
+    limits = _limits(max_num_tokens)
     tuned: TunedMatmuls = []
-    if alike and group.rank == 0:
-        _compile([layers[0] for layers in alike.values()], limits, group)
-    for layers in alike.values():
+    for layers in _alike(model):
         choices = [TORCH] * len(limits)
         if group.rank == 0:
             choices = [_fastest(layers, limit, group) for limit in limits]
@@ -73,17 +65,40 @@ def autotune_matmuls(model: CausalLM, max_num_tokens: int, group: TPGroup) -> Tu
     return tuned
 
 
-def _compile(layers: Sequence[Linear], limits: Sequence[int], group: TPGroup) -> None:
-    """Compiles the candidates side by side, each kernel once."""
+def candidate_calls(
+    model: CausalLM, max_num_tokens: int, group: TPGroup
+) -> list[Callable[[], object]]:
+    """Returns calls of all kernels that `autotune_matmuls` measures on this rank."""
     from nanovllm.kernels.matmul import CANDIDATES
 
-    calls = {}
-    for limit, layer in itertools.product(limits, layers):
+    if group.rank != 0:
+        return []
+    calls: dict[object, Callable[[], object]] = {}
+    # Those for the most of a few tokens take the longest to compile.
+    for limit, (layer, *_) in itertools.product(reversed(_limits(max_num_tokens)), _alike(model)):
         for candidate in CANDIDATES[limit]:
             if _suits(candidate, layer, limit, group):
                 x = layer.weight.new_zeros(limit, layer.weight.shape[1])
                 calls[candidate.compiled_as(layer.weight)] = partial(layer.multiply, x, candidate)
-    compile_together(list(calls.values()), layers[0].weight.device)
+    return list(calls.values())
+
+
+def _limits(max_num_tokens: int) -> list[int]:
+    """Returns the numbers of tokens, as keys of `CANDIDATES`, that steps of up to `max_num_tokens`
+    need matmuls for."""
+    from nanovllm.kernels.matmul import CANDIDATES
+
+    limits = [limit for limit in CANDIDATES if limit < max_num_tokens]
+    return limits + [limit for limit in CANDIDATES if limit >= max_num_tokens][:1]
+
+
+def _alike(model: CausalLM) -> list[list[Linear]]:
+    """Returns the layers whose matmuls may be chosen, those of one shape and kind together."""
+    alike: dict[tuple[object, ...], list[Linear]] = {}
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.is_tunable:
+            alike.setdefault((layer.weight.shape, type(layer)), []).append(layer)
+    return list(alike.values())
 
 
 def _suits(matmul: "Candidate", layer: Linear, num_tokens: int, group: TPGroup) -> bool:

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls
+from nanovllm.engine.autotune import TunedMatmuls, autotune_matmuls, candidate_calls
 from nanovllm.engine.batch import DecodePart, PrefillPart, ScheduledBatch
 from nanovllm.engine.captured_steps import CapturedSteps, Sampled
 from nanovllm.engine.compilation import (
+    KernelCall,
     compile_together,
     decode_attention_calls,
     expert_calls,
@@ -156,13 +157,9 @@ class ModelRunner:
 
         Nothing is compiled later, and nothing but activations allocated.
         """
-        config, device = self.config, self.device
+        device = self.device
         self.kv_cache.allocate(1)
-        attention, sizes = self.model.attention_layers[0], self._decode_sizes()
-        calls = expert_calls(self.model) + decode_attention_calls(attention, sizes)
-        if sizes:  # the backend compiles
-            calls += prefill_attention_calls(attention, warm_up_batches(config, []))
-        compile_together(calls + self.rows.special.kernel_calls(config.torch_dtype), device)
+        compile_together(self._kernel_calls(), device)
         captured = self._steps_to_capture()
         working_bytes = activation_bytes(self._warm_up, device)
         working_bytes += captured.num_bytes(self) if captured else 0
@@ -172,11 +169,31 @@ class ModelRunner:
             self._captured = captured
         self._warm_up()
 
+    @property
+    def _has_graphs(self) -> bool:
+        """Whether steps become CUDA graphs, on a GPU.
+
+        The torch backend reads lengths on the host, which a graph cannot.
+        """
+        return not self.config.enforce_eager and self.backend.name != "torch"
+
+    def _kernel_calls(self) -> list[KernelCall]:
+        """Returns calls of the kernels that take long to compile, the longest first."""
+        config, sizes = self.config, self._decode_sizes()
+        calls = self.rows.special.kernel_calls(config.torch_dtype)
+        if self._has_graphs and config.autotune_matmul:
+            largest = bucket_sizes(config.max_num_seqs)[-1]
+            calls += candidate_calls(self.model, largest, self.group)
+        attention = self.model.attention_layers[0]
+        calls += expert_calls(self.model) + decode_attention_calls(attention, sizes)
+        if sizes:  # the backend compiles
+            calls += prefill_attention_calls(attention, warm_up_batches(config, []))
+        return calls
+
     def _steps_to_capture(self) -> CapturedSteps | None:
         """Autotunes the matmuls, and returns the steps that become CUDA graphs, if any."""
         config = self.config
-        # The torch backend reads lengths on the host, which a graph cannot.
-        if config.enforce_eager or self.backend.name == "torch":
+        if not self._has_graphs:
             return None
         if config.autotune_matmul:
             largest = bucket_sizes(config.max_num_seqs)[-1]

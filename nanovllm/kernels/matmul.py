@@ -178,15 +178,17 @@ def _narrow(is_early: bool) -> list[Candidate]:
 
 
 def _few(most: int) -> list[Candidate]:
-    """Returns matmuls of up to `most` tokens, at most `FEW_TOKENS`."""
-    return [
-        RowMatmul(most, warps=4),
-        RowMatmul(most, warps=8),
-        RowMatmul(most, warps=4, split_k=3),
-        RowMatmul(most, warps=4, has_silu_epilogue=True),
-        RowMatmul(most, warps=8, has_silu_epilogue=True),
-        *_narrow(is_early=True),
-    ]
+    """Returns matmuls of up to `most` tokens, at most `FEW_TOKENS`.
+
+    The more tokens a `RowMatmul` takes, the longer its compilation: those that were never the
+    fastest are left out.
+    """
+    rows = [RowMatmul(most, warps=4), RowMatmul(most, warps=4, split_k=3)]
+    if most <= 2:
+        rows.append(RowMatmul(most, warps=4, has_silu_epilogue=True))
+    if most == 1:
+        rows += [RowMatmul(1, warps=8), RowMatmul(1, warps=8, has_silu_epilogue=True)]
+    return [*rows, *_narrow(is_early=True)]
 
 
 # By the most tokens that they are for: what is fastest on an H200 for the layers of two models.

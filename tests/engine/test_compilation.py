@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
@@ -27,9 +27,12 @@ def test_launches_are_made_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the runner's")
     streams: list[str] = []
     monkeypatch.setattr(torch.cuda, "stream", lambda s: streams.append(s) or nullcontext())
+    made_current: set[int] = set()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made_current.add(get_ident()))
     barrier = Barrier(3)
 
     def launch() -> None:
+        assert get_ident() in made_current, "the context is not this thread's"
         assert torch.is_inference_mode_enabled()
         barrier.wait(SOON)
 
