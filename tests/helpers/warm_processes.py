@@ -2,7 +2,7 @@
 
 multiprocessing's "spawn" lets each process import them again, which takes seconds of a core. Here a
 server has done so; it forks for each process twice, so that Linux makes the second fork a child of
-the process that asked, as a spawned one is. It has no thread and has run nothing, so its fork begins
+the process that asked, as a spawned one is. It has no thread and has run nothing, so a fork begins
 as a new process does. Scripts that tests run as users do still spawn theirs.
 """
 
