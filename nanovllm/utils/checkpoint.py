@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.utils.shown import shown
 from nanovllm.utils.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,8 @@ class Checkpoint:
                     if name in self._headers:
                         other = self._file_of[name].name
                         raise ValueError(
-                            f"{self.path}: tensor {name!r} is in both {other} and {file.name}; "
-                            "remove the stale file"
+                            f"{self.path}: tensor {shown(name)} is in both {other} and "
+                            f"{file.name}; remove the stale file"
                         )
                     tensor = handle.get_slice(name)
                     shape = tuple(tensor.get_shape())
