@@ -47,22 +47,21 @@ def _check_memory(config: Config, model: CausalLM) -> None:
     blocks_per_seq = config.max_blocks_per_seq
     num_blocks = blocks_per_seq if config.num_kvcache_blocks == -1 else config.num_kvcache_blocks
     num_weights = sum(param.numel() for _, param in model.named_parameters())
-    needs = {
-        "the weights": num_weights * config.torch_dtype.itemsize,
-        f"{num_blocks} K/V blocks": num_blocks * block_bytes(config, model.attention_layers),
-        "block tables": config.max_num_seqs * blocks_per_seq * torch.int32.itemsize,
-    }
+    weights = num_weights * config.torch_dtype.itemsize
+    tables = config.max_num_seqs * blocks_per_seq * torch.int32.itemsize
+    block = block_bytes(config, model.attention_layers)
     if config.torch_device.type == "cuda":
-        where = "the GPU"
         total = torch.cuda.get_device_properties(config.torch_device).total_memory
     else:  # all ranks share it
-        needs = {name: size * config.tensor_parallel_size for name, size in needs.items()}
-        where, total = "the host", host_memory().total
-    if sum(needs.values()) > total:
-        listed = ", ".join(f"{size / GIB:.2f} GiB for {name}" for name, size in needs.items())
+        total = host_memory().total // config.tensor_parallel_size
+    affordable = (total - weights - tables) // block
+    if num_blocks > affordable:
         raise ValueError(
             f"{config.model} with num_kvcache_blocks={config.num_kvcache_blocks}, "
             f"kvcache_block_size={config.kvcache_block_size}, "
             f"max_model_len={config.max_model_len} and max_num_seqs={config.max_num_seqs} takes "
-            f"{listed}, but {where} has {total / GIB:.2f} GiB of memory; lower what is largest"
+            f"{weights / GIB:.2f} GiB for the weights, {tables / GIB:.2f} for tables and "
+            f"{num_blocks * block / GIB:.2f} for {num_blocks} K/V blocks, but {total / GIB:.2f} "
+            f"are all the memory for a rank: at most {max(affordable, 0)} blocks; lower these, or "
+            "use a smaller model, or more ranks on GPUs"
         )
