@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 from transformers import PreTrainedTokenizerBase
 
 from nanovllm.engine.prompts import check_text
+from nanovllm.engine.tokenizer import encode
 from nanovllm.utils.shown import cut, shown
 
 Message = Mapping[str, Any]  # "role", "content", and whatever else the template knows
@@ -65,8 +66,7 @@ def chat_token_ids(
         raise ValueError(f"{what} does not suit the chat template: {cut(error)}") from error
     assert isinstance(text, str)
     check_text(text, what)
-    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return token_ids
+    return encode(tokenizer, text, what, add_special_tokens=False)
 
 
 def _check_conversation(conversation: Any, what: str) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.engine.tokenizer import refusing
-from nanovllm.utils.shown import cut, shown
+from nanovllm.engine.tokenizer import encode
+from nanovllm.utils.shown import shown
 
 
 class TextPrompt(TypedDict):
@@ -106,23 +106,13 @@ class PromptReader:
         if tokenizer is None:
             raise ValueError(f"{what} is text, but {self._model} has no tokenizer; pass token ids")
         check_text(text, what)
-        token_ids = self._encode(text, what)
+        token_ids = encode(tokenizer, text, what)
         bos = tokenizer.bos_token
         if bos and text.startswith(bos) and token_ids[:2] == [tokenizer.bos_token_id] * 2:
-            plain = self._encode(text, what, add_special_tokens=False)
+            plain = encode(tokenizer, text, what, add_special_tokens=False)
             if len(plain) < len(token_ids):
                 return token_ids[1:]
         return token_ids
-
-    def _encode(self, text: str, what: str, **options: bool) -> list[int]:
-        def encode() -> list[int]:
-            assert self._tokenizer is not None
-            token_ids: list[int] = self._tokenizer.encode(text, **options)
-            return token_ids
-
-        return refusing(
-            encode, lambda error: f"{what}: the tokenizer of {self._model} fails: {cut(error)}"
-        )
 
     def _checked(self, token_ids: "list[int] | tuple[int, ...]", what: str) -> "array[int]":
         """Returns a copy of ids that are all in the model's vocabulary."""

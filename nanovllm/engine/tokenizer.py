@@ -2,9 +2,10 @@
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -15,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-T = TypeVar("T")
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
@@ -27,28 +27,38 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     if not any((Path(model) / name).is_file() for name in VOCABULARY_FILES):
         logger.warning("%s has no tokenizer: prompts must be token ids, text stays empty", model)
         return None
-
-    def load() -> PreTrainedTokenizerBase:
+    with _library_errors_as(lambda error: _load_failure(model, error)):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model, local_files_only=True, trust_remote_code=False
         )
-        return tokenizer
-
-    return refusing(load, lambda error: _load_failure(model, error))
+    return tokenizer
 
 
-def refusing(call: Callable[[], T], message: Callable[[BaseException], str]) -> T:
-    """Returns what a call of a tokenizer's library returns.
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, what: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Returns the ids of a text; errors call it `what`."""
+    with _library_errors_as(lambda error: f"the tokenizer fails on {what}: {_told(error)}"):
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return token_ids
 
-    Raises `ValueError` with `message` for an error of whatever kind; those of its Rust part are no
-    `Exception`.
+
+@contextmanager
+def _library_errors_as(message: Callable[[BaseException], str]) -> Iterator[None]:
+    """Turns errors of a tokenizer's library, of whatever kind, into `ValueError`.
+
+    Those of its Rust part are no `Exception`.
     """
     try:
-        return call()
+        yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         raise ValueError(message(error)) from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {cut(error)}"
 
 
 def _load_failure(model: str, error: BaseException) -> str:
@@ -59,13 +69,12 @@ def _load_failure(model: str, error: BaseException) -> str:
                 read_object(Path(model) / name)
             except ValueError as unreadable:
                 return f"cannot load the tokenizer of {model}: {unreadable}"
-    reason = f"{type(error).__name__}: {cut(error)}"
     is_fast = (Path(model) / "tokenizer.json").is_file()
     has_model = (Path(model) / "tokenizer.model").is_file()
     hint = AGAIN
     if has_model and not is_fast and importlib.util.find_spec("sentencepiece") is None:
         hint = "tokenizer.model usually needs the package sentencepiece: pip install sentencepiece"
-    return f"cannot load the tokenizer of {model}: {reason}; {hint}"
+    return f"cannot load the tokenizer of {model}: {_told(error)}; {hint}"
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: str, vocab_size: int) -> None:
@@ -74,9 +83,17 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: str, vocab_size: 
     Added tokens alone may lack a row of the embedding, as in checkpoints that were finetuned with
     one for padding: a warning tells of them, and prompts that have them are refused.
     """
-    template = tokenizer.chat_template
+    template, longest = tokenizer.chat_template, tokenizer.model_max_length
     if not isinstance(template, str | Mapping | None):
-        raise ValueError(f"{model}: chat_template must be a text, got {shown(template)}")
+        raise ValueError(
+            f"{model}: the tokenizer's chat_template must be a text, not "
+            f"{shown(template)}; correct it"
+        )
+    if not isinstance(longest, int | float):
+        raise ValueError(
+            f"{model}: model_max_length in tokenizer_config.json must be a number, got "
+            f"{shown(longest)}; correct or remove it"
+        )
     added = tokenizer.added_tokens_decoder
     largest = max((i for i in tokenizer.get_vocab().values() if i not in added), default=0)
     if largest >= vocab_size:

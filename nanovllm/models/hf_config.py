@@ -11,8 +11,7 @@ from nanovllm.models.config_fields import check_fields
 from nanovllm.utils.json_files import read_object
 from nanovllm.utils.shown import cut, shown
 
-# `dtype` is read here; of `num_labels`, which classifiers have, transformers makes a table.
-NOT_FOR_TRANSFORMERS = ("dtype", "torch_dtype", "num_labels", "auto_map")
+NOT_FOR_TRANSFORMERS = ("dtype", "torch_dtype", "auto_map")  # the former two are read here
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.utils.shown import shown
+from nanovllm.utils.json_files import AGAIN
+from nanovllm.utils.shown import cut, shown
 from nanovllm.utils.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} is not a complete safetensors file ({error}); download the checkpoint again"
+            f"{file} is not a complete safetensors file ({cut(error)}); {AGAIN}"
         ) from None
 
 
