@@ -125,11 +125,15 @@ def stop_token_ids(
         sources[generation_config.name] = read_object(generation_config).get("eos_token_id")
     stop: set[int] = set()
     for source, value in sources.items():
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if type(token_id) is not int or not 0 <= token_id < hf_config.vocab_size:
-                raise ValueError(
-                    f"{model}: eos_token_id must be ints from 0 to vocab_size - 1, which is "
-                    f"{hf_config.vocab_size - 1}, got {shown(value)} in {source}; correct it there"
-                )
-            stop.add(token_id)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        wrong = [token_id for token_id in ids if type(token_id) is not int]
+        if wrong:
+            raise ValueError(f"{model}: eos_token_id must be ints, got {shown(wrong)} in {source}")
+        wrong = [token_id for token_id in ids if not 0 <= token_id < hf_config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"{model}: eos_token_id must be below vocab_size={hf_config.vocab_size}, got "
+                f"{shown(wrong)} in {source}; correct or remove it there"
+            )
+        stop.update(ids)
     return stop

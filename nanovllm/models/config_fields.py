@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from nanovllm.utils.shown import shown
 
 MAX_SIZE = 2**31 - 1
+MAX_LABELS = 2**16  # of classifiers: transformers makes a table of them
 MAX_HEAD_DIM = 2**16  # frequencies of RoPE are computed before the weights' shapes are compared
 SIZES = {  # -> the largest that is no mistake
     "num_hidden_layers": 1000,
@@ -85,6 +86,7 @@ OPTIONAL: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_int(value) or _is_list(value, _is_int),
         "a token id or a list of token ids",
     ),
+    "num_labels": (lambda value: _is_int(value, 0, MAX_LABELS), f"an int up to {MAX_LABELS}"),
     "attention_bias": BOOLEAN,
     "mlp_bias": BOOLEAN,
     "norm_topk_prob": BOOLEAN,

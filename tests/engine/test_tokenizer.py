@@ -154,7 +154,7 @@ def test_no_tokenizer_and_a_damaged_one(
 def test_stop_ids(own: Any, generation: str | None, expected: set[int], tmp_path: Path) -> None:
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(generation)
-    config: Any = SimpleNamespace(eos_token_id=own)
+    config: Any = SimpleNamespace(eos_token_id=own, vocab_size=8)
     assert stop_token_ids(str(tmp_path), config, None) == expected
 
 
@@ -164,6 +164,14 @@ def test_stop_ids(own: Any, generation: str | None, expected: set[int], tmp_path
         ("{", r"cannot read .*generation_config\.json"),
         ("[]", r"cannot read .*generation_config\.json"),
         ('{"eos_token_id": "</s>"}', r"eos_token_id must be ints, got \['</s>'\]"),
+        (
+            '{"eos_token_id": 512}',
+            r"must be below vocab_size=512, got \[512\] in generation_config",
+        ),
+        (
+            '{"eos_token_id": [-1]}',
+            r"must be below vocab_size=512, got \[-1\] in generation_config",
+        ),
         ('{"eos_token_id": [1, 2.5]}', r"eos_token_id must be ints, got \[2\.5\]"),
     ],
 )

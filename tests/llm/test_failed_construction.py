@@ -1,5 +1,5 @@
-"""Tests that a construction which fails keeps nothing while its exception is held, and that what the
-config alone can show is refused before a model is made."""
+"""Tests that a construction which fails keeps nothing while its exception is held, and that what
+the config alone can show is refused before a model is made."""
 
 import gc
 import weakref
@@ -54,7 +54,7 @@ def fail_chained(*_: object) -> None:
 
 
 STAGES: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "within loading": (loader, "_weight_loader", fail_chained),
+    "within loading": (loader, "LoadingProgress", lambda *_, **__: fail_chained()),
     "pool": (KVCache, "allocate", fail_chained),
     "kernels": (model_runner, "compile_cpu_kernels", fail_chained),
     "scheduler": (llm_engine, "Scheduler", lambda *_, **__: fail_chained()),
