@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +41,10 @@ class Mutation:
 def mutate(file: Path, rng: random.Random) -> Mutation:
     """Damages a file in place."""
     original = file.read_bytes()
-    if rng.random() < 0.12:
+    kind = rng.random()
+    if kind < 0.03:
+        return _replace(file, rng)
+    if kind < 0.15:
         return _mutate_bytes(file, original, rng)
     is_json = file.suffix == ".json"
     length = 0 if is_json else struct.unpack("<Q", original[:8])[0]
@@ -54,6 +58,23 @@ def mutate(file: Path, rng: random.Random) -> Mutation:
         mutated = struct.pack("<Q", len(mutated)) + mutated + original[8 + length :]
     file.write_bytes(mutated)
     return mutation
+
+
+def _replace(file: Path, rng: random.Random) -> Mutation:
+    """Leaves something else than a file, as interrupted downloads and copies do."""
+    what = rng.choice(["nothing", "a directory", "a broken link", "a part", "another's file"])
+    if what == "another's file":
+        others = [other for other in file.parent.iterdir() if other != file]
+        shutil.copy(rng.choice(others), file)
+        return Mutation((), what)
+    if what == "a part":
+        file.with_name(f"{file.name}.incomplete").write_bytes(file.read_bytes()[:100])
+    file.unlink()
+    if what == "a directory":
+        file.mkdir()
+    elif what == "a broken link":
+        file.symlink_to(file.parent / "no such file")
+    return Mutation((), what)
 
 
 def _mutate_bytes(file: Path, original: bytes, rng: random.Random) -> Mutation:
