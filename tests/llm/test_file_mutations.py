@@ -129,6 +129,7 @@ def fault(number: int, checkpoints: list[Path], expected: dict[Path, Ids], path:
     return "" if is_same else f"{case}{ids} instead of {expected[sound]}"
 
 
+@pytest.mark.timeout(600 + NUM_CASES)
 def test_mutated_files_are_refused_or_harmless(checkpoints: list[Path], tmp_path: Path) -> None:
     expected = {path: answer(path) for path in checkpoints}
     with bounded_memory():
