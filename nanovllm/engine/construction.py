@@ -16,14 +16,18 @@ class Closable(Protocol):
     def exit(self) -> None: ...
 
 
-def release(error: BaseException, runner: Closable | None) -> None:
+def release(
+    error: BaseException, runner: Closable | None, handled_before: BaseException | None
+) -> None:
     """Frees what an `error` and all that led to it hold, and `runner`.
 
     Frames that still run, the caller's own among them, are left as they are.
+
+    handled_before: what the user was handling when the construction began, which stays whole.
     """
     if runner is not None:
         runner.exit()
-    seen: set[int] = set()
+    seen = {id(handled_before)}
     pending: list[BaseException | None] = [error]
     while pending:
         current = pending.pop()

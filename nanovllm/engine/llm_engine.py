@@ -1,5 +1,6 @@
 """The request lifecycle and the step loop: check, schedule, launch, complete."""
 
+import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ class LLMEngine:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
         check_checkpoint(self.config)
-        self.tokenizer = load_tokenizer(self.config.model)
+        self.tokenizer = load_tokenizer(self.config.model, self.config.hf_config)
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, self.config.model, self.config.hf_config.vocab_size)
         stop_ids = stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer)
@@ -49,6 +50,7 @@ class LLMEngine:
             max_model_len=self.config.max_model_len,
         )
         self._runner: Runner | None = None
+        handled_before = sys.exc_info()[1]
         try:
             self._runner = make_runner(self.config)
             self.scheduler = Scheduler(
@@ -64,7 +66,7 @@ class LLMEngine:
                 text_decoder=self._decoder,
             )
         except BaseException as error:
-            release(error, self._runner)
+            release(error, self._runner, handled_before)
             self._runner = None
             raise
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read

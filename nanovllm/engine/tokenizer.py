@@ -18,8 +18,12 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    model: str, hf_config: PretrainedConfig | None = None
+) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer of a checkpoint directory.
+
+    hf_config: its config, which may name the tokenizer's class; None reads it again.
 
     Returns None, with a warning, if the directory has no vocabulary. Raises `ValueError` if what it
     has cannot be loaded.
@@ -29,7 +33,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
         return None
     with _library_errors_as(lambda error: _load_failure(model, error)):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            model, local_files_only=True, trust_remote_code=False
+            model, config=hf_config, local_files_only=True, trust_remote_code=False
         )
     return tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors
 
-from nanovllm.utils.shown import shown
+from nanovllm.utils.shown import cut, shown
 from nanovllm.utils.weight_files import weight_files
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
@@ -34,8 +34,12 @@ def checkpoint_dir(model: object, revision: str | None) -> Path:
         raise TypeError(
             f"model must be the path of a checkpoint directory or a model id, got {shown(model)}"
         )
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name of too many characters, no such home
+        raise ValueError(f"model directory {shown(model)} cannot be: {cut(error)}; {HOW}") from None
+    if is_directory:
         if revision is not None:
             raise ValueError(
                 f"revision={shown(revision)} is for model ids, but {str(path)!r} is a directory; "
@@ -44,7 +48,7 @@ def checkpoint_dir(model: object, revision: str | None) -> Path:
         check_complete(path)
         return path
     if not isinstance(model, str) or not _MODEL_ID.fullmatch(model):
-        raise ValueError(f"model directory {str(path)!r} does not exist; {HOW}")
+        raise ValueError(f"model directory {shown(str(path))} does not exist; {HOW}")
     return _cached(model, revision) or _downloaded(model, revision)
 
 

@@ -2,6 +2,7 @@
 the config alone can show is refused before a model is made."""
 
 import gc
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,11 @@ def fail_chained(*_: object) -> None:
         raise ValueError("of something else") from error
 
 
+def at_users() -> None:
+    kept = 1  # noqa: F841 - a debugger may want it
+    fail()
+
+
 STAGES: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "within loading": (loader, "LoadingProgress", lambda *_, **__: fail_chained()),
     "pool": (KVCache, "allocate", fail_chained),
@@ -70,8 +76,14 @@ def test_nothing_is_left_while_the_exception_is_held(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(*STAGES[stage])
-        with pytest.raises(ValueError, match="of something else") as caught:
-            make_llm(tiny_qwen3)
+        try:
+            at_users()
+        except StepError as error:
+            users = error
+            with pytest.raises(ValueError, match="of something else") as caught:
+                make_llm(tiny_qwen3)
+    last = [frame for frame, _ in traceback.walk_tb(users.__traceback__)][1]
+    assert last.f_locals == {"kept": 1}, "cleared what is the user's"
     assert len(made) > 3
     assert [reference() for reference in made if reference() is not None] == []
     with make_llm(tiny_qwen3) as llm:
