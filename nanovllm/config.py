@@ -2,9 +2,7 @@
 
 import copy
 import difflib
-import importlib.util
 import logging
-import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,12 +13,12 @@ from nanovllm.layers.rope_scaling import DynamicNTKScaling, max_context, read_ro
 from nanovllm.models.config_fields import check_sizes
 from nanovllm.models.hf_config import read_config
 from nanovllm.sampling_params import MAX_SEED
+from nanovllm.utils.devices import resolve_device, resolve_dtype
 from nanovllm.utils.hub import checkpoint_dir
 from nanovllm.utils.shown import shown
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching")
 MOST = {  # -> the largest value that is no mistake
     "max_num_batched_tokens": 2**31 - 1,
@@ -102,11 +100,11 @@ class Config:
         content = read_config(self.model)
         self.hf_config = content.hf_config
         self.tie_word_embeddings = content.tie_word_embeddings
-        self.torch_device = _resolve_device(self.device)
+        self.torch_device = resolve_device(self.device)
         if self.tensor_parallel_size > 1 and self.torch_device.type == "cuda":
             self._check_gpus()
             self.torch_device = torch.device("cuda", 0)
-        self.torch_dtype = _resolve_dtype(self.dtype, content.dtype)
+        self.torch_dtype = resolve_dtype(self.dtype, content.dtype)
         if self.max_num_batched_tokens == -1:
             self.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS[self.torch_device.type]
         if self.async_scheduling == "auto":
@@ -215,43 +213,3 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
     if value < low or (high is not None and value > high):
         bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {bounds}, got {shown(value)}")
-
-
-def _resolve_device(device: object) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if device == "auto":
-        device = "cuda" if has_cuda else "cpu"
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {shown(device)}")
-    if device == "cpu":
-        return torch.device("cpu")
-    if not has_cuda:
-        raise ValueError(f"device={shown(device)}, but torch sees no CUDA GPU; use 'cpu' or 'auto'")
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError(
-            f"device={str(device)!r} needs the package triton, which is not installed; "
-            "pip install triton, or use device='cpu'"
-        )
-    index = int(device[5:]) if device[5:] else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device={shown(device)}, but there are {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
-
-
-def _resolve_dtype(dtype: object, own: object) -> torch.dtype:
-    """Returns the dtype that an engine computes in.
-
-    own: what the checkpoint's config.json says; None if it does not.
-    """
-    resolved = DTYPES.get(str(dtype).removeprefix("torch."))
-    if resolved is not None:
-        return resolved
-    if dtype != "auto":
-        raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {shown(dtype)}")
-    resolved = DTYPES.get("bfloat16" if own is None else str(own).removeprefix("torch."))
-    if resolved is None:
-        raise ValueError(
-            f"dtype must be one of {', '.join(DTYPES)}, but the checkpoint's, in config.json, is "
-            f"{shown(own)}; pass another, e.g. dtype='bfloat16'"
-        )
-    return resolved
