@@ -1,6 +1,5 @@
 """The request lifecycle and the step loop: check, schedule, launch, complete."""
 
-import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.checkpoint_check import check_checkpoint
-from nanovllm.engine.construction import release
+from nanovllm.engine.construction import frees_all_if_it_fails
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.interrupts import deferred_interrupt
@@ -35,6 +34,7 @@ Runner = ModelRunner | TensorParallelExecutor
 class LLMEngine:
     """Serves requests on one model. Its keywords are the fields of `Config`."""
 
+    @frees_all_if_it_fails
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
         check_checkpoint(self.config)
@@ -49,26 +49,19 @@ class LLMEngine:
             vocab_size=self.config.hf_config.vocab_size,
             max_model_len=self.config.max_model_len,
         )
-        self._runner: Runner | None = None
-        handled_before = sys.exc_info()[1]
-        try:
-            self._runner = make_runner(self.config)
-            self.scheduler = Scheduler(
-                BlockManager(
-                    self._runner.num_blocks,
-                    self.config.kvcache_block_size,
-                    self.config.enable_prefix_caching,
-                ),
-                max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
-                stop_token_ids=stop_ids,
-                finds_prefix_groups=self._runner.reads_prefixes_once,
-                text_decoder=self._decoder,
-            )
-        except BaseException as error:
-            release(error, self._runner, handled_before)
-            self._runner = None
-            raise
+        self._runner: Runner | None = make_runner(self.config)
+        self.scheduler = Scheduler(
+            BlockManager(
+                self._runner.num_blocks,
+                self.config.kvcache_block_size,
+                self.config.enable_prefix_caching,
+            ),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            stop_token_ids=stop_ids,
+            finds_prefix_groups=self._runner.reads_prefixes_once,
+            text_decoder=self._decoder,
+        )
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
         self._num_requests = 0
         self._num_sequences = 0
