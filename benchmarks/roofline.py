@@ -17,8 +17,8 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.config import Config
+from nanovllm.models.config_fields import resolve_head_dim
 from nanovllm.models.qwen3_moe import has_experts
-from nanovllm.models.supported import resolve_head_dim
 
 REPEATS = 5
 

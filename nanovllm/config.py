@@ -2,9 +2,7 @@
 
 import copy
 import difflib
-import importlib.util
 import logging
-import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,15 +10,23 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.layers.rope_scaling import DynamicNTKScaling, max_context, read_rope
-from nanovllm.models.hf_config import read_hf_config, tie_flag
-from nanovllm.models.supported import check_sizes
+from nanovllm.models.config_fields import check_sizes
+from nanovllm.models.hf_config import read_config
 from nanovllm.sampling_params import MAX_SEED
+from nanovllm.utils.devices import resolve_device, resolve_dtype
 from nanovllm.utils.hub import checkpoint_dir
+from nanovllm.utils.shown import shown
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching")
+MOST = {  # -> the largest value that is no mistake
+    "max_num_batched_tokens": 2**31 - 1,
+    "max_num_seqs": 65_535,  # programs of a CUDA grid along all but its first axis
+    "max_model_len": 2**31 - 1,
+    "kvcache_block_size": 2**31 - 1,
+    "num_kvcache_blocks": 2**31 - 1,
+}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}  # a step of so many takes a second or two
 
 
@@ -85,24 +91,26 @@ class Config:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise TypeError(f"LLM() got an unknown keyword {name!r}; {hint}")
+                raise TypeError(f"LLM() got an unknown keyword {shown(name)}; {hint}")
         return cls(model, **kwargs)
 
     def __post_init__(self) -> None:
         self._check_knobs()
         self.model = str(checkpoint_dir(self.model, self.revision))
-        self.hf_config = read_hf_config(self.model)
-        self.tie_word_embeddings = tie_flag(self.model)
-        self.torch_device = _resolve_device(self.device)
+        content = read_config(self.model)
+        self.hf_config = content.hf_config
+        self.tie_word_embeddings = content.tie_word_embeddings
+        self.torch_device = resolve_device(self.device)
         if self.tensor_parallel_size > 1 and self.torch_device.type == "cuda":
             self._check_gpus()
             self.torch_device = torch.device("cuda", 0)
-        self.torch_dtype = _resolve_dtype(self.dtype, self.hf_config)
+        self.torch_dtype = resolve_dtype(self.dtype, content.dtype)
         if self.max_num_batched_tokens == -1:
             self.max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS[self.torch_device.type]
         if self.async_scheduling == "auto":
             self.async_scheduling = self.torch_device.type == "cuda"
         self._cap_max_model_len()
+        self._check_pool()
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -125,8 +133,9 @@ class Config:
             )
         if self.device not in ("auto", "cuda", "cuda:0"):
             raise ValueError(
-                f"device={self.device!r} with tensor_parallel_size={size}, which takes cuda:0 to "
-                f"cuda:{size - 1}; use device='cuda', and CUDA_VISIBLE_DEVICES to choose the GPUs"
+                f"device={shown(self.device)} with tensor_parallel_size={size}, which takes "
+                f"cuda:0 to cuda:{size - 1}; use device='cuda', and CUDA_VISIBLE_DEVICES to choose "
+                "the GPUs"
             )
 
     def _check_knobs(self) -> None:
@@ -137,25 +146,30 @@ class Config:
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
         _check_int("kvcache_block_size", self.kvcache_block_size, 1)
         _check_int("num_kvcache_blocks", self.num_kvcache_blocks, -1)
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                value = shown(getattr(self, name))
+                raise ValueError(f"{name} must be at most {most}, got {value}; lower it")
         _check_int("seed", self.seed, 0, MAX_SEED)
         if self.num_kvcache_blocks == 0:
             raise ValueError("num_kvcache_blocks must be >= 1, or -1 to measure, got 0")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float):
-            raise TypeError(f"gpu_memory_utilization must be a number, got {utilization!r}")
+            raise TypeError(f"gpu_memory_utilization must be a number, got {shown(utilization)}")
         if not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {shown(utilization)}")
         if not isinstance(self.attention_backend, str):
-            raise TypeError(f"attention_backend must be a str, got {self.attention_backend!r}")
+            raise TypeError(f"attention_backend must be a str, got {shown(self.attention_backend)}")
         if self.revision is not None and not isinstance(self.revision, str):
-            raise TypeError(f"revision must be a str or None, got {self.revision!r}")
+            raise TypeError(f"revision must be a str or None, got {shown(self.revision)}")
         for name in BOOLEANS:
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, got {value!r}")
+                raise TypeError(f"{name} must be True or False, got {shown(value)}")
         if not isinstance(self.async_scheduling, bool) and self.async_scheduling != "auto":
             raise TypeError(
-                f"async_scheduling must be True or False, or 'auto', got {self.async_scheduling!r}"
+                "async_scheduling must be True or False, or 'auto', got "
+                f"{shown(self.async_scheduling)}"
             )
 
     def _cap_max_model_len(self) -> None:
@@ -181,49 +195,21 @@ class Config:
                 own,
             )
 
+    def _check_pool(self) -> None:
+        num_blocks, need = self.num_kvcache_blocks, self.max_blocks_per_seq
+        if -1 < num_blocks < need:
+            size = self.kvcache_block_size
+            raise ValueError(
+                f"the K/V pool of num_kvcache_blocks={num_blocks} blocks x {size} tokens cannot "
+                f"hold one request of max_model_len={self.max_model_len} tokens, which takes "
+                f"{need} blocks; raise num_kvcache_blocks to {need} or lower max_model_len to "
+                f"{num_blocks * size}"
+            )
+
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{name} must be an int, got {shown(value)}")
     if value < low or (high is not None and value > high):
         bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {bounds}, got {value}")
-
-
-def _resolve_device(device: object) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if device == "auto":
-        device = "cuda" if has_cuda else "cpu"
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
-    if device == "cpu":
-        return torch.device("cpu")
-    if not has_cuda:
-        raise ValueError(f"device={device!r}, but torch sees no CUDA GPU; use 'cpu' or 'auto'")
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError(
-            f"device={str(device)!r} needs the package triton, which is not installed; "
-            "pip install triton, or use device='cpu'"
-        )
-    index = int(device[5:]) if device[5:] else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device={device!r}, but there are {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
-
-
-def _resolve_dtype(dtype: object, hf_config: PretrainedConfig) -> torch.dtype:
-    resolved = DTYPES.get(str(dtype).removeprefix("torch."))
-    if resolved is not None:
-        return resolved
-    if dtype != "auto":
-        raise ValueError(f"dtype must be 'auto' or one of {', '.join(DTYPES)}, got {dtype!r}")
-    # transformers 4.x calls it torch_dtype, 5.x dtype; either may be absent or a string.
-    name = "dtype" if hasattr(hf_config, "dtype") else "torch_dtype"
-    own = str(getattr(hf_config, name, None)).removeprefix("torch.")
-    resolved = DTYPES.get("bfloat16" if own == "None" else own)
-    if resolved is None:
-        raise ValueError(
-            f"dtype must be one of {', '.join(DTYPES)}, but the checkpoint's is {own!r}; pass "
-            "another, e.g. dtype='bfloat16'"
-        )
-    return resolved
+        raise ValueError(f"{name} must be {bounds}, got {shown(value)}")

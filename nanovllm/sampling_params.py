@@ -13,6 +13,7 @@ from nanovllm.utils.field_checks import (
     checked_real,
     checked_texts,
 )
+from nanovllm.utils.shown import shown
 
 MIN_TEMPERATURE = 1e-5  # logits / T stays far from the limits of fp32
 MAX_TEMPERATURE = 1e30
@@ -90,9 +91,9 @@ class SamplingParams:
             _set(self, name, checked_real(name, getattr(self, name), least, most))
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         if self.top_p <= 0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+            raise ValueError(f"top_p must be in (0, 1], got {shown(self.top_p)}")
         _set(self, "stop", checked_texts("stop", self.stop))
         _set(self, "stop_token_ids", checked_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
@@ -137,14 +138,14 @@ class SamplingParams:
             if largest >= vocab_size:
                 raise ValueError(
                     f"{name} must be ids below the model's vocabulary of {vocab_size}, "
-                    f"got {largest}"
+                    f"got {shown(largest)}"
                 )
         if self.min_tokens and self.allowed_token_ids is not None:
             ending = self.ending_ids(eos_token_ids)
             if ending.issuperset(self.allowed_token_ids):
                 raise ValueError(
                     f"allowed_token_ids must be such that not all end the request, as "
-                    f"min_tokens={self.min_tokens}, got {list(self.allowed_token_ids)}"
+                    f"min_tokens={self.min_tokens}, got {shown(list(self.allowed_token_ids))}"
                 )
 
     def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
@@ -155,11 +156,12 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
-                f"n must be 1 with temperature 0, which gives equal samples, got {self.n}"
+                f"n must be 1 with temperature 0, which gives equal samples, got {shown(self.n)}"
             )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+                f"min_tokens must be at most max_tokens={shown(self.max_tokens)}, "
+                f"got {shown(self.min_tokens)}"
             )
         if self.stop and not self.detokenize:
             raise ValueError(
@@ -200,10 +202,10 @@ def _temperature(value: Any) -> float:
     if not 0 <= number <= MAX_TEMPERATURE:  # nor nan
         raise ValueError(
             f"temperature must be finite, at most {MAX_TEMPERATURE} and >= 0 (0 is greedy), "
-            f"got {value}"
+            f"got {shown(value)}"
         )
     if 0 < number < MIN_TEMPERATURE:
         raise ValueError(
-            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {value}"
+            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {shown(value)}"
         )
     return number

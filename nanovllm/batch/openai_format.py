@@ -59,10 +59,10 @@ class OpenAIRows:
         if url not in (CHAT, COMPLETIONS) or row.get("method") != "POST":
             raise ValueError(
                 f"method and url must be POST and {CHAT} or {COMPLETIONS}, "
-                f"got {row.get('method')!r} and {url!r}"
+                f"got {row.get('method')!r:.200} and {url!r:.200}"
             )
         if not isinstance(body, dict):
-            raise TypeError(f"body must be an object, got {body!r}")
+            raise TypeError(f"body must be an object, got {body!r:.200}")
         _refuse_unknown(body)
         params = self._params(index, url, body)
         if url == COMPLETIONS:
@@ -157,7 +157,7 @@ def _refuse_unknown(body: dict[str, Any]) -> None:
         if name not in NEUTRAL:
             raise ValueError(f"the body has an unknown field {name!r}")
         if value not in NEUTRAL[name]:
-            raise ValueError(f"{name}={value!r} is not supported")
+            raise ValueError(f"{name}={value!r:.200} is not supported")
 
 
 def _required(body: dict[str, Any], name: str) -> Any:

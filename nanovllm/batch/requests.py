@@ -109,7 +109,7 @@ class PlainRows:
         if isinstance(own, str):
             own = json.loads(own)
         if own is not None and not isinstance(own, dict):
-            raise TypeError(f"sampling_params must be a dict, got {own!r}")
+            raise TypeError(f"sampling_params must be a dict, got {own!r:.200}")
         # Parquet has every field in every row, null where it is not set.
         own = {name: value for name, value in (own or {}).items() if value is not None}
         params = self._defaults.params(index, own)

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nanovllm.engine.prompts import check_text
+from nanovllm.engine.tokenizer import encode
+from nanovllm.utils.shown import cut, shown
 
 Message = Mapping[str, Any]  # "role", "content", and whatever else the template knows
 Conversation = list[Message]
@@ -26,7 +27,7 @@ def as_conversations(messages: Any) -> list[Any]:
     if not isinstance(messages, list | tuple):
         raise TypeError(
             "messages must be a conversation, which is a list of dicts with 'role' and 'content', "
-            f"or a list of conversations, got {messages!r:.200}"
+            f"or a list of conversations, got {shown(messages)}"
         )
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
@@ -61,18 +62,17 @@ def chat_token_ids(
         text = tokenizer.apply_chat_template(
             list(conversation), tokenize=False, **options, **template_kwargs
         )
-    except (TemplateError, ValueError) as error:
-        raise ValueError(f"{what} does not suit the chat template: {error}") from error
+    except Exception as error:  # a template may raise whatever Python raises
+        raise ValueError(f"{what} does not suit the chat template: {cut(error)}") from error
     assert isinstance(text, str)
     check_text(text, what)
-    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return token_ids
+    return encode(tokenizer, text, what, add_special_tokens=False)
 
 
 def _check_conversation(conversation: Any, what: str) -> None:
     if not isinstance(conversation, list | tuple):
         raise TypeError(
-            f"{what} must be a list of dicts with 'role' and 'content', got {conversation!r:.200}"
+            f"{what} must be a list of dicts with 'role' and 'content', got {shown(conversation)}"
         )
     if not conversation:
         raise ValueError(f"{what} is empty; it needs at least one message")
@@ -80,5 +80,5 @@ def _check_conversation(conversation: Any, what: str) -> None:
         if not isinstance(message, Mapping) or "role" not in message:
             raise TypeError(
                 f"{what} must be a list of dicts with 'role' and 'content', "
-                f"got {message!r:.200} at index {index}"
+                f"got {shown(message)} at index {index}"
             )

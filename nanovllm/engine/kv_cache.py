@@ -44,7 +44,7 @@ class KVCache:
     @property
     def block_bytes(self) -> int:
         """The bytes of one block: K and V of all layers."""
-        return math.prod(self._shape(num_blocks=1)) * self._config.torch_dtype.itemsize
+        return block_bytes(self._config, self._layers)
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces the pool by one of `num_blocks` zeroed blocks, and binds the layers to it."""
@@ -101,6 +101,13 @@ class KVCache:
         return 2, len(self._layers), num_blocks, *block
 
 
+def block_bytes(config: Config, layers: Sequence[Attention]) -> int:
+    """Returns the bytes of one rank's block: K and V of all layers."""
+    layer = layers[0]
+    token_bytes = 2 * layer.num_kv_heads * layer.head_dim * config.torch_dtype.itemsize
+    return len(layers) * config.kvcache_block_size * token_bytes
+
+
 def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int:
     """Returns the number of blocks: as configured, else as many as `pool_bytes` holds.
 
@@ -132,15 +139,9 @@ def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int
 
 def _pool_too_small(config: Config, num_blocks: int, block_bytes: int, pool_bytes: int) -> str:
     size, need = config.kvcache_block_size, config.max_blocks_per_seq
-    message = (
+    return (
         f"the K/V pool of {num_blocks} blocks x {size} tokens cannot hold one request of "
         f"max_model_len={config.max_model_len} tokens, which takes {need} blocks; "
-    )
-    if config.num_kvcache_blocks != -1:
-        return message + (
-            f"raise num_kvcache_blocks to {need} or lower max_model_len to {num_blocks * size}"
-        )
-    return message + (
         f"they are {need * block_bytes / GIB:.2f} GiB, {max(pool_bytes, 0) / GIB:.2f} GiB are left "
         f"of gpu_memory_utilization={config.gpu_memory_utilization} after weights and working "
         "memory; raise it, or lower max_model_len, max_num_batched_tokens or max_num_seqs"

@@ -12,6 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, StepHandle
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.checkpoint_check import check_checkpoint
+from nanovllm.engine.construction import frees_all_if_it_fails
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.interrupts import deferred_interrupt
@@ -20,11 +21,12 @@ from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.tokenizer import load_tokenizer, stop_token_ids
+from nanovllm.engine.tokenizer import check_tokenizer, load_tokenizer, stop_token_ids
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.given_weights import GivenWeights
+from nanovllm.utils.shown import shown
 
 Runner = ModelRunner | TensorParallelExecutor
 
@@ -32,10 +34,13 @@ Runner = ModelRunner | TensorParallelExecutor
 class LLMEngine:
     """Serves requests on one model. Its keywords are the fields of `Config`."""
 
+    @frees_all_if_it_fails
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = Config.from_kwargs(model, **kwargs)
         check_checkpoint(self.config)
-        self.tokenizer = load_tokenizer(self.config.model)
+        self.tokenizer = load_tokenizer(self.config.model, self.config.hf_config)
+        if self.tokenizer is not None:
+            check_tokenizer(self.tokenizer, self.config.model, self.config.hf_config.vocab_size)
         stop_ids = stop_token_ids(self.config.model, self.config.hf_config, self.tokenizer)
         self._decoder = None if self.tokenizer is None else TextDecoder(self.tokenizer)
         self._prompts = PromptReader(
@@ -78,9 +83,9 @@ class LLMEngine:
         seq_id: what `add_request` has returned; nothing happens if the request has ended.
         """
         if not isinstance(seq_id, int) or isinstance(seq_id, bool):
-            raise TypeError(f"seq_id must be an int that add_request returned, got {seq_id!r}")
+            raise TypeError(f"seq_id must be an int that add_request returned, got {shown(seq_id)}")
         if not 0 <= seq_id < self._num_sequences:
-            raise ValueError(f"seq_id must be an id that add_request returned, got {seq_id}")
+            raise ValueError(f"seq_id must be an id that add_request returned, got {shown(seq_id)}")
         self._abort(self.scheduler.unfinished_samples(seq_id))
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -198,7 +203,7 @@ class LLMEngine:
     def _check_sampling_params(self, params: object, what: str) -> None:
         """Raises an error that calls the parameters `what` if this model cannot serve them."""
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"{what} must be a SamplingParams, got {params!r}")
+            raise TypeError(f"{what} must be a SamplingParams, got {shown(params)}")
         try:
             params.check_ids(self.config.hf_config.vocab_size, self.scheduler.stop_token_ids)
         except ValueError as error:

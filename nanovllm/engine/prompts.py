@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nanovllm.engine.tokenizer import encode
+from nanovllm.utils.shown import shown
+
 
 class TextPrompt(TypedDict):
     prompt: str
@@ -27,7 +30,6 @@ TokenIds = list[int] | tuple[int, ...] | np.ndarray | torch.Tensor
 Prompt = str | TokenIds | TextPrompt | TokensPrompt
 
 _KEYS = ("prompt", "prompt_token_ids")
-_MAX_SHOWN = 200  # characters of a value in an error
 
 
 def as_batch(prompts: Any) -> list[Any]:
@@ -38,7 +40,7 @@ def as_batch(prompts: Any) -> list[Any]:
     if not isinstance(prompts, list | tuple):
         raise TypeError(
             f"prompts must be a list of prompts, or one prompt (a str, token ids, or a dict with "
-            f"'prompt' or 'prompt_token_ids'), got {_shown(prompts)}"
+            f"'prompt' or 'prompt_token_ids'), got {shown(prompts)}"
         )
     return [prompts] if prompts and isinstance(prompts[0], Number) else list(prompts)
 
@@ -70,7 +72,7 @@ class PromptReader:
         elif isinstance(given, np.ndarray | torch.Tensor):
             given = _ids_of_array(given, what)
         elif not isinstance(given, list | tuple):
-            raise TypeError(f"{what} must be a str or a list of token ids, got {_shown(given)}")
+            raise TypeError(f"{what} must be a str or a list of token ids, got {shown(given)}")
         if not given:
             raise ValueError(f"{what} is empty; it needs at least one token")
         if len(given) >= self._max_model_len:
@@ -87,12 +89,12 @@ class PromptReader:
         if len(prompt) != 1 or not any(key in prompt for key in _KEYS):
             raise TypeError(
                 f"{what} must be a str or a list of token ids, or a dict with either 'prompt' or "
-                f"'prompt_token_ids', got {_shown(prompt)}"
+                f"'prompt_token_ids', got {shown(prompt)}"
             )
         ((key, given),) = prompt.items()
         if isinstance(given, str) != (key == "prompt") or isinstance(given, Mapping):
             kind = "a str" if key == "prompt" else "a list of token ids"
-            raise TypeError(f"{what} must have {kind} as {key!r}, got {_shown(given)}")
+            raise TypeError(f"{what} must have {kind} as {key!r}, got {shown(given)}")
         return given
 
     def _encoded(self, text: str, what: str) -> list[int]:
@@ -104,10 +106,10 @@ class PromptReader:
         if tokenizer is None:
             raise ValueError(f"{what} is text, but {self._model} has no tokenizer; pass token ids")
         check_text(text, what)
-        token_ids: list[int] = tokenizer.encode(text)
+        token_ids = encode(tokenizer, text, what)
         bos = tokenizer.bos_token
         if bos and text.startswith(bos) and token_ids[:2] == [tokenizer.bos_token_id] * 2:
-            plain: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            plain = encode(tokenizer, text, what, add_special_tokens=False)
             if len(plain) < len(token_ids):
                 return token_ids[1:]
         return token_ids
@@ -122,11 +124,13 @@ class PromptReader:
                     return copied
         for index, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise TypeError(f"{what} has {token_id!r} at index {index}; token ids are ints")
+                raise TypeError(
+                    f"{what} has {shown(token_id)} at index {index}; token ids are ints"
+                )
             if not 0 <= token_id < self._vocab_size:
                 raise ValueError(
-                    f"{what} has token id {token_id} at index {index}; the model's vocabulary "
-                    f"has ids 0 to {self._vocab_size - 1}"
+                    f"{what} has token id {shown(token_id)} at index {index}; the model's "
+                    f"vocabulary has ids 0 to {self._vocab_size - 1}"
                 )
         return array("q", token_ids)
 
@@ -154,8 +158,3 @@ def _ids_of_array(ids: np.ndarray | torch.Tensor, what: str) -> list[int]:
         raise TypeError(f"{what} must have integers as token ids, got {ids.dtype}")
     listed: list[int] = ids.tolist()
     return listed
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

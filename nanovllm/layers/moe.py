@@ -81,8 +81,9 @@ class Experts(nn.Module):
         out = torch.zeros(x.shape, dtype=torch.float32)
         for expert in experts.unique().tolist():
             tokens, slots = (experts == expert).nonzero(as_tuple=True)
-            hidden = silu_and_mul(F.linear(x[tokens], self.gate_up_proj[expert]))
-            result = F.linear(hidden, self.down_proj[expert]).float()
+            # Activations are in fp32 where other layers pack weights of half precision.
+            gate_up, down = (w[expert].to(x.dtype) for w in (self.gate_up_proj, self.down_proj))
+            result = F.linear(silu_and_mul(F.linear(x[tokens], gate_up)), down).float()
             out.index_add_(0, tokens, result * weights[tokens, slots].unsqueeze(1))
         return out.to(x.dtype)
 

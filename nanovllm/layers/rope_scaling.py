@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from nanovllm.utils.shown import shown
+
 Parameters = Mapping[str, Any]
+MAX_PARAMETER = 1e15  # products of two are finite
 
 
 class RopeScaling(Protocol):
@@ -90,7 +93,8 @@ class DynamicNTKScaling:
     def frequencies(self, theta: float, head_dim: int, max_model_len: int) -> Tensor:
         stretch = max(max_model_len / self.max_position_embeddings, 1.0)
         growth = self.factor * stretch - (self.factor - 1)
-        return plain_frequencies(theta * growth ** (head_dim / (head_dim - 2)), head_dim)
+        exponent = head_dim / max(head_dim - 2, 1)  # the one frequency of two entries has no base
+        return plain_frequencies(theta * growth**exponent, head_dim)
 
     def max_context(self, max_position_embeddings: int) -> int:
         return int(max_position_embeddings * self.factor)
@@ -216,19 +220,21 @@ def read_rope(hf_config: PretrainedConfig) -> Rope:
     params = {key: value for key, value in dict(found).items() if value is not None}
     params.setdefault("rope_theta", getattr(hf_config, "rope_theta", None))
     if any(isinstance(value, Mapping) for value in params.values()):
-        raise ValueError(f"RoPE that differs between layers is not supported, got {found}")
+        raise ValueError(f"RoPE that differs between layers is not supported, got {shown(found)}")
     share = params.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
     if share not in (None, 1) or "mrope_section" in params:
-        raise ValueError(f"RoPE of a part of each head is not supported, got {found}")
+        raise ValueError(f"RoPE of a part of each head is not supported, got {shown(found)}")
     if params["rope_theta"] is None:
         raise ValueError("the checkpoint's config.json has no rope_theta")
     theta = _positive(params, "rope_theta")
+    if theta == 1:  # equal frequencies, whose logarithm YaRN divides by
+        raise ValueError("rope_theta of RoPE must not be 1, got 1 in config.json")
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "default":
         return Rope(theta)
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise ValueError(
-            f"rope_type {kind!r} is not supported; supported: default, {', '.join(SCALINGS)}"
+            f"rope_type {shown(kind)} is not supported; supported: default, {', '.join(SCALINGS)}"
         )
     return Rope(theta, SCALINGS[kind].read(params, hf_config.max_position_embeddings))
 
@@ -249,6 +255,8 @@ def _positive(params: Parameters, name: str, default: float | None = None) -> fl
     """Returns a field as a float; raises `ValueError` if it is missing or no positive number."""
     value = params.get(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ValueError(f"{name} of RoPE must be a positive number, got {value!r} in config.json")
+    if not is_number or not 1 / MAX_PARAMETER < value < MAX_PARAMETER:
+        raise ValueError(
+            f"{name} of RoPE must be a positive number, got {shown(value)} in config.json"
+        )
     return float(value)

@@ -20,11 +20,14 @@ class RotaryEmbedding(nn.Module):
         else:
             frequencies = scaling.frequencies(theta, head_dim, max_position)
             factor = scaling.attention_factor
+        device = torch.get_default_device()
         # On the CPU whatever the model's device, so that every device rotates by the same angles.
-        positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, frequencies)
+        # An outline, on the meta device, takes no memory for them.
+        home = device if device.type == "meta" else torch.device("cpu")
+        positions = torch.arange(max_position, dtype=torch.float32, device=home)
+        angles = torch.outer(positions, frequencies.to(home))
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor)
-        self.register_buffer("cos_sin", table.to(torch.get_default_device()), persistent=False)
+        self.register_buffer("cos_sin", table.to(device), persistent=False)
         nothing = torch.empty(0)
         self._angles: tuple[Tensor, ...] = (nothing, nothing, nothing)
 

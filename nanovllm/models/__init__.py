@@ -10,6 +10,7 @@ from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.utils.distributed import TPGroup
+from nanovllm.utils.shown import cut
 
 MODELS: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -31,9 +32,11 @@ def known_architecture(names: object) -> str:
     Raises `ValueError` if none has.
     """
     for name in names if isinstance(names, list | tuple) else ():
-        if name in MODELS:
-            return str(name)
-    raise ValueError(f"architectures {names} are not supported; supported: {', '.join(MODELS)}")
+        if isinstance(name, str) and name in MODELS:
+            return name
+    raise ValueError(
+        f"architectures {cut(names)} are not supported; supported: {', '.join(MODELS)}"
+    )
 
 
 def model_outline(

@@ -2,8 +2,8 @@
 
 from transformers import PretrainedConfig
 
+from nanovllm.models.config_fields import resolve_head_dim
 from nanovllm.models.decoder import AttentionSpec, DecoderForCausalLM
-from nanovllm.models.supported import resolve_head_dim
 
 
 class MistralForCausalLM(DecoderForCausalLM):

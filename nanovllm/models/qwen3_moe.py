@@ -4,8 +4,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.models.config_fields import check_size
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.models.supported import check_silu, check_size
+from nanovllm.models.supported import check_silu
 from nanovllm.utils.distributed import TPGroup
 
 

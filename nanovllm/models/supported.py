@@ -8,24 +8,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-MAX_SIZE = 2**31 - 1
-SIZES = {  # -> the largest that is no mistake
-    "num_hidden_layers": 1000,
-    "hidden_size": MAX_SIZE,
-    "intermediate_size": MAX_SIZE,
-    "num_attention_heads": MAX_SIZE,
-    "num_key_value_heads": MAX_SIZE,
-    "vocab_size": MAX_SIZE,
-    "max_position_embeddings": MAX_SIZE,
-}
-# The same of mixtures of experts, which dense families lack.
-EXPERT_SIZES = {
-    "num_experts": 10_000,
-    "num_local_experts": 10_000,
-    "num_experts_per_tok": 10_000,
-    "moe_intermediate_size": MAX_SIZE,
-    "decoder_sparse_step": MAX_SIZE,
-}
+from nanovllm.models.config_fields import check_sizes
+from nanovllm.utils.shown import shown
+
 # Fields of other families that change what a layer computes -> the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "attn_logit_softcapping": None,
@@ -53,58 +38,22 @@ def check_supported(hf_config: PretrainedConfig, max_model_len: int) -> None:
     check_sizes(hf_config)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ValueError(
-            f"quantization_config={hf_config.quantization_config} is not supported; use a "
-            "checkpoint of bfloat16, float16 or float32 weights"
+            f"quantization_config={shown(hf_config.quantization_config)} is not supported; use "
+            "a checkpoint of bfloat16, float16 or float32 weights"
         )
     for name, neutral in NEUTRAL.items():
         value = getattr(hf_config, name, None)
         if value is not None and value != neutral:
-            raise ValueError(f"{name}={value!r} is not supported; only {neutral!r} is")
+            raise ValueError(f"{name}={shown(value)} is not supported; only {neutral!r} is")
     _check_window(hf_config, max_model_len)
-
-
-def check_sizes(hf_config: PretrainedConfig) -> None:
-    """Raises `ValueError` for sizes that are missing, absurd or do not fit together."""
-    for name in SIZES:
-        check_size(name, getattr(hf_config, name, None))
-    eps = getattr(hf_config, "rms_norm_eps", None)
-    if not isinstance(eps, float | int) or not 0 <= eps < 1:
-        raise ValueError(f"rms_norm_eps must be a small positive number, got {eps!r}")
-    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-        )
-    resolve_head_dim(hf_config)
-
-
-def check_size(name: str, value: object) -> None:
-    """Raises `ValueError` if one of `SIZES` or `EXPERT_SIZES` is no such size."""
-    most = (SIZES | EXPERT_SIZES)[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ValueError(f"{name} must be an int from 1 to {most}, got {value!r} in config.json")
 
 
 def check_silu(hf_config: PretrainedConfig) -> None:
     """Raises `ValueError` for another activation than that of SwiGLU."""
     if hf_config.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported; only 'silu' is")
-
-
-def resolve_head_dim(hf_config: PretrainedConfig) -> int:
-    """Returns the config's head_dim or, where it has none, hidden_size / num_attention_heads."""
-    head_dim = getattr(hf_config, "head_dim", None)
-    hidden_size, heads = hf_config.hidden_size, hf_config.num_attention_heads
-    if head_dim is None:
-        if hidden_size % heads:
-            raise ValueError(
-                f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}, and "
-                "the config has no head_dim"
-            )
-        head_dim = hidden_size // heads
-    if not isinstance(head_dim, int) or not 0 < head_dim <= MAX_SIZE or head_dim % 2:
-        raise ValueError(f"head_dim must be a positive, even int, got {head_dim!r}")
-    return head_dim
+        raise ValueError(
+            f"hidden_act={shown(hf_config.hidden_act)} is not supported; only 'silu' is"
+        )
 
 
 def _check_window(hf_config: PretrainedConfig, max_model_len: int) -> None:
@@ -114,12 +63,14 @@ def _check_window(hf_config: PretrainedConfig, max_model_len: int) -> None:
     if kinds is not None:
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if unknown:
-            raise ValueError(f"layer_types {unknown} are not supported; only full_attention is")
+            raise ValueError(
+                f"layer_types {shown(unknown)} are not supported; only full_attention is"
+            )
         has_window = "sliding_attention" in kinds
         if has_window and window is None:
             raise ValueError("layer_types has sliding_attention, but the config no sliding_window")
     else:  # before transformers 4.53, and families whose layers are all alike
-        num_full = getattr(hf_config, "max_window_layers", 0)
+        num_full = getattr(hf_config, "max_window_layers", None) or 0
         is_on = getattr(hf_config, "use_sliding_window", True)
         has_window = bool(is_on and window and num_full < hf_config.num_hidden_layers)
     if has_window and window is not None and window < max_model_len:

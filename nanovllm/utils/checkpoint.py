@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanovllm.utils.json_files import AGAIN
+from nanovllm.utils.shown import cut, shown
 from nanovllm.utils.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} is not a complete safetensors file ({error}); download the checkpoint again"
+            f"{file} is not a complete safetensors file ({cut(error)}); {AGAIN}"
         ) from None
 
 
@@ -118,8 +120,8 @@ class Checkpoint:
                     if name in self._headers:
                         other = self._file_of[name].name
                         raise ValueError(
-                            f"{self.path}: tensor {name!r} is in both {other} and {file.name}; "
-                            "remove the stale file"
+                            f"{self.path}: tensor {shown(name)} is in both {other} and "
+                            f"{file.name}; remove the stale file"
                         )
                     tensor = handle.get_slice(name)
                     shape = tuple(tensor.get_shape())

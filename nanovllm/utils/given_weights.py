@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.utils.checkpoint import Checkpoint, SliceableTensor, TensorHeader
+from nanovllm.utils.shown import shown
 
 SPELLINGS = {
     torch.float64: "F64",
@@ -28,14 +29,15 @@ class GivenWeights:
         for index, pair in enumerate(weights):
             if not isinstance(pair, tuple) or [*map(_kind, pair)] != [str, torch.Tensor]:
                 raise TypeError(
-                    f"weights must be pairs of name and tensor, got {pair!r:.200} at index {index}"
+                    f"weights must be pairs of name and tensor, got {shown(pair)} at index {index}"
                 )
             name, tensor = pair
             if name in self._tensors:
-                raise ValueError(f"weights have tensor {name!r} twice")
+                raise ValueError(f"weights have tensor {shown(name)} twice")
             if not tensor.is_floating_point():
                 raise ValueError(
-                    f"weights have tensor {name!r} in {tensor.dtype}, which is not a floating dtype"
+                    f"weights have tensor {shown(name)} in {tensor.dtype}, which is not a floating "
+                    "dtype"
                 )
             self._tensors[name] = tensor.detach()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors
 
+from nanovllm.utils.shown import cut, shown
 from nanovllm.utils.weight_files import weight_files
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
@@ -31,19 +32,23 @@ def checkpoint_dir(model: object, revision: str | None) -> Path:
     """
     if not isinstance(model, str | Path):
         raise TypeError(
-            f"model must be the path of a checkpoint directory or a model id, got {model!r}"
+            f"model must be the path of a checkpoint directory or a model id, got {shown(model)}"
         )
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name of too many characters, no such home
+        raise ValueError(f"model directory {shown(model)} cannot be: {cut(error)}; {HOW}") from None
+    if is_directory:
         if revision is not None:
             raise ValueError(
-                f"revision={revision!r} is for model ids, but {str(path)!r} is a directory; leave "
-                "it out"
+                f"revision={shown(revision)} is for model ids, but {str(path)!r} is a directory; "
+                "leave it out"
             )
         check_complete(path)
         return path
     if not isinstance(model, str) or not _MODEL_ID.fullmatch(model):
-        raise ValueError(f"model directory {str(path)!r} does not exist; {HOW}")
+        raise ValueError(f"model directory {shown(str(path))} does not exist; {HOW}")
     return _cached(model, revision) or _downloaded(model, revision)
 
 
@@ -69,8 +74,8 @@ def _downloaded(model: str, revision: str | None) -> Path:
         path = _snapshot(model, revision, local_files_only=False)
     except Exception as error:  # of whatever kind the library and its HTTP client raise
         raise ValueError(
-            f"model directory {model!r} does not exist, and the model id {model!r} cannot be "
-            f"downloaded: {_reason(error, model, revision)}"
+            f"model directory {shown(model)} does not exist, and the model id {shown(model)} "
+            f"cannot be downloaded: {_reason(error, model, revision)}"
         ) from error
     check_complete(path)
     return path
@@ -101,7 +106,7 @@ def _reason(error: Exception, model: str, revision: str | None) -> str:
             "with `hf auth login`"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"it has no revision {revision!r}"
+        return f"it has no revision {shown(revision)}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"the hub has no such model, or it is private; check the name, log in with "

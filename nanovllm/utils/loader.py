@@ -24,6 +24,7 @@ from nanovllm.utils.checkpoint import (
     pieces,
 )
 from nanovllm.utils.loading_progress import LoadingProgress
+from nanovllm.utils.shown import shown
 
 # By checkpoint tensor name, the parameter that it fills and which part of it.
 Sources = dict[str, tuple[nn.Parameter, str | None]]
@@ -251,7 +252,7 @@ def check_tensors(
         elif header.dtype not in ITEM_BYTES:
             problem = f"dtype {header.dtype} is not supported, as quantized checkpoints have it"
         if problem is not None:
-            raise ValueError(f"{given.label}: cannot load tensor {name!r}: {problem}")
+            raise ValueError(f"{given.label}: cannot load tensor {shown(name)}: {problem}")
     return sources
 
 

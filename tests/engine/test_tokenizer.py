@@ -154,7 +154,7 @@ def test_no_tokenizer_and_a_damaged_one(
 def test_stop_ids(own: Any, generation: str | None, expected: set[int], tmp_path: Path) -> None:
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(generation)
-    config: Any = SimpleNamespace(eos_token_id=own)
+    config: Any = SimpleNamespace(eos_token_id=own, vocab_size=8)
     assert stop_token_ids(str(tmp_path), config, None) == expected
 
 
@@ -164,6 +164,14 @@ def test_stop_ids(own: Any, generation: str | None, expected: set[int], tmp_path
         ("{", r"cannot read .*generation_config\.json"),
         ("[]", r"cannot read .*generation_config\.json"),
         ('{"eos_token_id": "</s>"}', r"eos_token_id must be ints, got \['</s>'\]"),
+        (
+            '{"eos_token_id": 512}',
+            r"must be below vocab_size=512, got \[512\] in generation_config",
+        ),
+        (
+            '{"eos_token_id": [-1]}',
+            r"must be below vocab_size=512, got \[-1\] in generation_config",
+        ),
         ('{"eos_token_id": [1, 2.5]}', r"eos_token_id must be ints, got \[2\.5\]"),
     ],
 )
@@ -172,3 +180,60 @@ def test_bad_stop_ids(content: str, pattern: str, tiny_qwen3: Path, tmp_path: Pa
     (path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=pattern):
         make_llm(path)
+
+
+@pytest.fixture
+def copied(tiny_qwen3: Path, tmp_path: Path) -> Path:
+    """Makes a copy of a checkpoint that the test may change."""
+    return Path(shutil.copytree(tiny_qwen3, tmp_path / "copied"))
+
+
+def test_the_tokenizer_of_another_model(copied: Path) -> None:
+    content = json.loads((copied / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[next(reversed(vocabulary))] = 151_000
+    (copied / "tokenizer.json").write_text(json.dumps(content))
+    fix = "the tokenizer is another model's; replace its files"
+    with pytest.raises(ValueError, match=f"ids up to 151000, but vocab_size=512 .*: {fix}"):
+        make_llm(copied)
+
+
+def test_added_tokens_without_an_embedding(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(copied)
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(513 - len(tokenizer))])
+    tokenizer.save_pretrained(copied)
+    last = tokenizer.convert_ids_to_tokens(512)
+    with make_llm(copied) as llm:
+        assert f"prompts must not have the tokenizer's added tokens ['{last}']" in caplog.text
+        with pytest.raises(ValueError, match="prompt 0 has token id 512 at index 0"):
+            llm.generate(last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"chat_template": 5}, "chat_template must be a text, not 5; correct it"),
+        ({"model_max_length": "64"}, "model_max_length in .* must be a number, got '64'"),
+    ],
+)
+def test_fields_of_other_types(changes: dict[str, Any], pattern: str, copied: Path) -> None:
+    (copied / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((copied / "tokenizer_config.json").read_text())
+    (copied / "tokenizer_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=pattern):
+        make_llm(copied)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode(copied: Path) -> None:
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "[UNK]")))
+    fast.save_pretrained(copied)
+    with make_llm(copied) as llm:
+        assert len(llm.generate(["a"], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+        with pytest.raises(ValueError, match=r"the tokenizer fails on prompt 1: .*UNK"):
+            llm.generate(["a", "b"])
+
+
+def test_a_file_beside_the_vocabulary_is_named(copied: Path) -> None:
+    (copied / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: it holds a list, not an object"):
+        make_llm(copied)

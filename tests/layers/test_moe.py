@@ -103,6 +103,16 @@ def test_half_precision_weights_are_softmaxed_in_fp32() -> None:
     assert weights.flatten().tolist() == pytest.approx([1 / NUM_EXPERTS] * 2 * TOP_K, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp32_activations_meet_experts_of_half_precision(dtype: torch.dtype) -> None:
+    """A CPU that packs weights of half precision computes in fp32 between its layers."""
+    mixture, hidden = make(), hidden_states(9)
+    mixture.experts.to(dtype)
+    out = mixture(hidden)
+    assert out.dtype == torch.float32
+    assert_close(out, by_definition(mixture, hidden), num_eps=64)
+
+
 def test_impossible_sizes_are_refused() -> None:
     for top_k in (0, NUM_EXPERTS + 1):
         with pytest.raises(ValueError, match=f"num_experts_per_tok={top_k} must lie between"):

@@ -46,6 +46,13 @@ def test_chunks_and_cache_hits(
             assert greedy_ids(llm, prompts, NUM_TOKENS) == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_on_the_cpu(dtype: str, checkpoint: Path, prompts: Prompts) -> None:
+    with make_llm(checkpoint, dtype=dtype) as llm:
+        ids = greedy_ids(llm, prompts, NUM_TOKENS)
+    assert [len(completion) for completion in ids] == [NUM_TOKENS] * len(prompts)
+
+
 @pytest.mark.gpu
 def test_eager_steps(checkpoint: Path, prompts: Prompts, expected: Prompts) -> None:
     with make_llm(checkpoint, device="cuda", enforce_eager=True) as llm:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm.engine import llm_engine
 from tests.helpers.checkpoints import edit_json, make_checkpoint
@@ -48,6 +49,25 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         {"vocab_size": 2**31 - 1},
         r"embed_tokens.weight': its shape is \[512, 64\], the config asks for \[2147483647, 64\]",
     ),
+    "vocabulary beyond an int": ({"vocab_size": 10**12}, f"vocab_size must be .* got {10**12}"),
+    "negative heads": ({"num_attention_heads": -4}, "num_attention_heads must be .* got -4"),
+    "no head_dim": ({"head_dim": 0}, "head_dim must be a positive, even int up to 65536, got 0"),
+    "absurd head_dim": ({"head_dim": 2**30}, f"head_dim must be .*got {2**30}"),
+    "many labels": ({"num_labels": 10**9}, f"num_labels must be an int up to 65536, got {10**9}"),
+    "bias as number": ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+    "tie as text": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be .*got 'no'"),
+    "end as text": ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or .*got '</s>'"),
+    "end beyond": ({"eos_token_id": [1, 512]}, r"below vocab_size=512, got \[512\] in config"),
+    "window as text": ({"sliding_window": "4096"}, "sliding_window must be an int .*got '4096'"),
+    "layers of no type": ({"layer_types": [None, None]}, "layer_types must be a list of texts"),
+    "type of a list": ({"model_type": ["qwen3"]}, r"model_type must be a text, got \['qwen3'\]"),
+    "architecture of lists": ({"architectures": [["a"]]}, r"\[\['a'\]\] are not supported"),
+    "NaN epsilon": ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be .*got nan"),
+    "dtype": ({"dtype": "float64"}, "the checkpoint's is 'float64'; pass another"),
+    "dtype of no name": (
+        {"dtype": ["float16"]},
+        r"the checkpoint's is \['float16",
+    ),
     "no context": ({"max_position_embeddings": 0}, "max_position_embeddings must be an int"),
     "text for a size": ({"hidden_size": "64"}, "hidden_size"),
     "odd heads": ({"head_dim": 15}, "15"),
@@ -83,6 +103,15 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "llama3 factors": (
         rope("llama3", original_max_position_embeddings=32, **LLAMA3),
         r"high_freq_factor=1\.0 of RoPE must exceed low_freq_factor=4\.0",
+    ),
+    "NaN base": (rope("default", rope_theta=float("nan")), "rope_theta of RoPE .*got nan"),
+    "base as text": (rope("default", rope_theta="1e4"), "rope_theta of RoPE .*got '1e4'"),
+    "base before": ({"rope_theta": "1e4"}, "rope_theta must be a positive number, got '1e4'"),
+    "base of one": (rope("yarn", rope_theta=1.0, factor=2.0), "rope_theta of RoPE must not be 1"),
+    "infinite context": (rope("linear", factor=1e308), r"factor of RoPE .*got 1e\+308"),
+    "RoPE as list": (
+        {"rope_parameters": ["yarn"]},
+        r"rope_parameters must be an object, got \[",
     ),
     "no base": (rope("default", rope_theta=0.0), r"rope_theta of RoPE .*got 0\.0"),
 }
@@ -205,9 +234,23 @@ def test_code_of_a_checkpoint_is_never_run(
     assert not marker.exists()
 
 
+def test_a_dtype_of_the_user_comes_before_a_wrong_one(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", dtype="floaty", torch_dtype="float64")
+    with make_llm(checkpoint, dtype="float32", **SIZES) as llm:
+        assert llm.config.torch_dtype == torch.float32
+
+
+def test_a_config_of_many_levels(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"cannot read .*config\.json: .*download"):
+        make_llm(checkpoint, **SIZES)
+
+
 def test_code_of_a_tokenizer_is_never_run(checkpoint: Path) -> None:
     marker = checkpoint / "marker"
     (checkpoint / "own.py").write_text(CODE.format(marker=marker))
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (checkpoint / name).write_text('{"auto_map": {"AutoProcessor": "own.OwnProcessor"}}')
     auto_map = {"AutoTokenizer": ["own.OwnTokenizer", None]}
     edit_json(
         checkpoint / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=auto_map

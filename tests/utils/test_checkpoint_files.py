@@ -114,6 +114,27 @@ def test_an_index_that_is_none(checkpoint: Path, content: str) -> None:
         weight_files(checkpoint)
 
 
+def test_an_interrupted_download(checkpoint: Path) -> None:
+    cache = checkpoint / ".cache" / "huggingface" / "download"
+    cache.mkdir(parents=True)
+    (checkpoint / "model.safetensors").rename(cache / "model.safetensors.5e1f.incomplete")
+    (checkpoint / "model.safetensors.incomplete").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors file; download"):
+        make_llm(checkpoint)
+    (checkpoint / "model-00001-of-99999999999.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model-00002-of-99999999999\.safetensors is missing"):
+        weight_files(checkpoint)
+
+
+def test_a_message_about_a_header_is_cut(checkpoint: Path) -> None:
+    header = json.dumps({"x" * 5000: {"dtype": "y" * 5000}}).encode()
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="is not a complete safetensors file") as caught:
+        make_llm(checkpoint)
+    assert len(str(caught.value)) < 500 + len(str(file))
+
+
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "model.safetensors.part")
     (checkpoint / ".model.safetensors").write_bytes(b"")

@@ -11,6 +11,7 @@ from nanovllm.layers.attention_backends.flash_attn import BLOCK_MULTIPLE, FlashA
 from nanovllm.layers.attention_backends.numba import NumbaBackend
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.layers.attention_backends.triton import TritonBackend
+from nanovllm.utils.shown import shown
 
 BACKENDS: dict[str, type[AttentionBackend]] = {  # fastest first
     "triton": TritonBackend,
@@ -40,7 +41,7 @@ def select_backend(name: str, layout: AttentionLayout) -> AttentionBackend:
         name = next((name for name in BACKENDS if reasons[name] is None), "torch")
     if name not in BACKENDS:
         raise ValueError(
-            f"attention_backend must be 'auto' or one of {', '.join(BACKENDS)}, got {name!r}"
+            f"attention_backend must be 'auto' or one of {', '.join(BACKENDS)}, got {shown(name)}"
         )
     reason = unfit_reason(name, layout)
     if reason is not None:
