@@ -36,6 +36,15 @@ class StopRules:
         seq.finish_reason = "stop"
         return True
 
+    def recover(self, seq: Sequence) -> None:
+        """Forgets a text that may have been cut short in the middle of an id; the next call of
+        `stops` makes it again."""
+        if seq.text is not None:
+            assert self.decoder is not None
+            text = CompletionText.of(self.decoder, seq.sampling_params)
+            text.go_on_from(seq.text)
+            seq.text = text
+
     def _completed_stop_string(self, seq: Sequence) -> str | None:
         """Returns the stop string that the last token completes, if any."""
         params = seq.sampling_params

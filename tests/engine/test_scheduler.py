@@ -379,6 +379,7 @@ def test_sequences_that_end_in_an_interrupted_completion_are_returned_by_recover
 
     def interrupted(seq: Sequence, token_id: int) -> bool:
         finish(seq, token_id)
+        scheduler._finish_if_ended = finish  # type: ignore[method-assign]
         raise KeyboardInterrupt
 
     scheduler._finish_if_ended = interrupted  # type: ignore[method-assign]
