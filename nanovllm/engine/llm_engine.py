@@ -154,7 +154,7 @@ class LLMEngine:
             return  # a signal handler's call: what it interrupts comes to an end first
         with self._turns.door, self._turns.room:
             self._mend()
-            self.scheduler.abort_all()
+            self._mark_aborted(self.scheduler.abort_all())
             self._unreported.clear()
             if self._runner is not None:
                 self._runner.exit()
@@ -275,13 +275,17 @@ class LLMEngine:
 
     def _drop_aborted(self) -> None:
         seq_ids = list(self._aborts)
-        for seq in self.scheduler.abort(seq_ids):
-            seq.finish_reason = "abort"
-            if seq.outbox is not None and seq.outbox is not self._unreported:
-                seq.outbox[seq.seq_id] = seq
+        self._mark_aborted(self.scheduler.abort(seq_ids))
         for _ in seq_ids:  # only now: should this be cut short, it is done again
             self._aborts.popleft()
         self._forget_idle_steps()
+
+    def _mark_aborted(self, seqs: list[Sequence]) -> None:
+        """Tells the callers, except those of `step`, which never returns what has been aborted."""
+        for seq in seqs:
+            seq.finish_reason = "abort"
+            if seq.outbox is not None and seq.outbox is not self._unreported:
+                seq.outbox[seq.seq_id] = seq
 
     def _forget_idle_steps(self) -> None:
         """Forgets the step in flight once no request is left: nobody needs its ids."""

@@ -1,5 +1,7 @@
 """One device's side of the engine: it loads a model, and computes scheduled batches on it."""
 
+import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,6 +45,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: Config, group: TPGroup) -> None:
+        # What __del__ needs, even when modules have been taken apart.
+        self._home = os.getpid(), os.getpid, _keep_for_ever()
         self.config = config
         self.group = group
         self.device = config.torch_device
@@ -115,7 +119,12 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # torch may have gone; the process's end frees everything
+        process_id, getpid, keep = vars(self).get("_home", (0, int, None))
+        if process_id != getpid():
+            # A forked copy has none of the threads that taking it apart would wait for, and no
+            # right to the GPU: it is never freed.
+            keep(vars(self))
+        elif not sys.is_finalizing():  # torch may have gone; the process's end frees everything
             self.exit()
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -304,6 +313,12 @@ class ModelRunner:
             self.launch(batch).token_ids()
         for call in self.rows.special.kernel_calls(self.config.torch_dtype):
             call()
+
+
+def _keep_for_ever() -> Callable[[object], None]:
+    """Returns a function that makes an object live for as long as the process."""
+    increment, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
+    return lambda kept: increment(as_object(kept))
 
 
 @contextmanager
