@@ -119,7 +119,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
-        process_id, getpid, keep = vars(self).get("_home", (0, int, None))
+        if "_home" not in vars(self):  # all has been freed
+            return
+        process_id, getpid, keep = self._home
         if process_id != getpid():
             # A forked copy has none of the threads that taking it apart would wait for, and no
             # right to the GPU: it is never freed.
