@@ -125,9 +125,10 @@ class BlockManager:
             return None
         return BlockCopy(first.block_table[num_full], other.block_table[num_full], num_behind)
 
-    def needs_block(self, seq: Sequence) -> bool:
-        """Whether one more block is needed before all tokens of `seq` can be computed."""
-        return self.blocks_for(seq.num_tokens) > len(seq.block_table)
+    def growing(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Returns those that need one more block before all their tokens can be computed."""
+        size = self.block_size
+        return [seq for seq in seqs if seq.num_tokens > len(seq.block_table) * size]
 
     def append_block(self, seq: Sequence) -> int:
         assert seq.block_table, "only admitted sequences grow"

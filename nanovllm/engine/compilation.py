@@ -30,7 +30,9 @@ def compile_together(calls: Sequence[KernelCall], device: torch.device) -> None:
         with torch.cuda.stream(stream), torch.inference_mode():
             call()
 
-    with ThreadPoolExecutor() as pool:
+    # Tensor descriptors need the device's context to be the thread's current one, which any call
+    # of CUDA's runtime makes it.
+    with ThreadPoolExecutor(initializer=partial(torch.cuda.synchronize, device)) as pool:
         list(pool.map(make, calls))
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection
 from itertools import chain
 from operator import attrgetter
+from typing import cast
 
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.batch import (
@@ -111,17 +112,23 @@ class Scheduler:
         self.ended = []
         self._offers.popleft()
         self._note_prompt_logprobs(batch, logprobs)
+        block_size, stop_ids = self.block_manager.block_size, self.stop_token_ids
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
             if seq is None:
                 continue
+            known = seq.token_ids
             # The step has computed the last known token; when that filled a block, publish it.
-            if len(seq.token_ids) % self.block_manager.block_size == 0:
-                self.block_manager.publish(seq, len(seq.token_ids))
-            seq.token_ids.append(token_id)
+            if len(known) % block_size == 0:
+                self.block_manager.publish(seq, len(known))
+            known.append(token_id)
             if seq.logprobs is not None:
                 seq.logprobs.append(logprobs.sampled[seq_id])
-            if self._finish_if_ended(seq, token_id):
+            may_stop = seq.has_own_stops or token_id in stop_ids
+            if may_stop and self._stop_rules.stops(seq, token_id):
+                self._end(seq)
+            elif len(known) >= seq.max_num_tokens:
+                seq.finish_reason = "length"
                 self._end(seq)
         return self.ended
 
@@ -166,9 +173,7 @@ class Scheduler:
         for seq in self._unfinished.values():
             seq.recover()
             self._stop_rules.recover(seq)
-            completion = seq.token_ids[seq.num_prompt_tokens :]
-            has_ended = bool(completion) and self._finish_if_ended(seq, completion[-1])
-            if has_ended and seq not in self.ended:
+            if seq.finish_reason is not None and seq not in self.ended:
                 self.ended.append(seq)
         for seq in self.ended:
             self._unfinished.pop(seq.seq_id, None)
@@ -253,7 +258,7 @@ class Scheduler:
         """Returns the sequences that decode next, which are those running whose final token is not
         scheduled yet, and which of them need a new block for it."""
         seqs = [seq for seq in self.running.values() if seq.num_tokens < seq.max_num_tokens]
-        return seqs, [seq for seq in seqs if self.block_manager.needs_block(seq)]
+        return seqs, self.block_manager.growing(seqs)
 
     def _make_room(self) -> tuple[list[Sequence], list[Sequence]] | None:
         """Preempts the most recently admitted sequences until the others have their next blocks.
@@ -307,17 +312,6 @@ class Scheduler:
         self._admission.release(seq)
         self._prefix_groups.forget()
 
-    def _finish_if_ended(self, seq: Sequence, token_id: int) -> bool:
-        """Sets the finish reason if this token ends `seq`; returns whether it does."""
-        params = seq.sampling_params
-        may_stop = token_id in self.stop_token_ids or params.stop or params.stop_token_ids
-        if may_stop and self._stop_rules.stops(seq, token_id):
-            return True
-        if len(seq.token_ids) >= seq.max_num_tokens:
-            seq.finish_reason = "length"
-            return True
-        return False
-
     def _end(self, seq: Sequence) -> None:
         """Takes out a sequence that has its finish reason."""
         self._release(seq)
@@ -335,7 +329,9 @@ def _row(seq: Sequence) -> int:
 
 def _named(seqs: list[Sequence]) -> tuple[list[int], list[int]]:
     """Returns ids and rows of resident sequences."""
-    return [seq.seq_id for seq in seqs], [_row(seq) for seq in seqs]
+    rows = [seq.row for seq in seqs]
+    assert None not in rows, "only residents are scheduled"
+    return [seq.seq_id for seq in seqs], cast(list[int], rows)
 
 
 def _longest(seqs: list[Sequence]) -> int:

@@ -36,6 +36,7 @@ class Sequence:
         waits.
     num_computed_tokens: leading tokens whose K/V is, or with the launched steps will be, cached.
     sampling_params: the caller's own object, which all prompts of a call may share.
+    has_own_stops: whether the request names what ends it: strings or tokens.
     max_num_tokens: prompt and completion never exceed this.
     seed: 64 bits that key the sampling noise.
     row: index in the runner's per-row state while resident, else None.
@@ -51,10 +52,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "finish_reason", "logprobs", "max_num_tokens",
-        "num_computed_tokens", "num_prompt_tokens", "num_published_blocks", "num_tokens", "others",
-        "outbox", "prompt_logprobs", "row", "sample", "sampling_params", "seed", "seq_id",
-        "stop_reason", "text", "token_ids",
+        "block_hashes", "block_table", "finish_reason", "has_own_stops", "logprobs",
+        "max_num_tokens", "num_computed_tokens", "num_prompt_tokens", "num_published_blocks",
+        "num_tokens", "others", "outbox", "prompt_logprobs", "row", "sample", "sampling_params",
+        "seed", "seq_id", "stop_reason", "text", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +80,7 @@ class Sequence:
             self.num_prompt_tokens + sampling_params.max_tokens, max_model_len
         )
         self.sampling_params = sampling_params
+        self.has_own_stops = bool(sampling_params.stop or sampling_params.stop_token_ids)
         self.seed = seed
         self.row: int | None = None
         self.block_table = NO_BLOCKS

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm import SamplingParams
 from nanovllm.batch.files import LineFile
@@ -40,8 +41,11 @@ def test_rows_get_what_generate_gives(tmp_path: Path, tiny_qwen3: Path) -> None:
 
 def test_engines_that_share_the_rows_give_the_same(tmp_path: Path, tiny_qwen3: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", plain_rows())
-    assert run_job(source, tmp_path / "one.jsonl", tiny_qwen3) == 0  # sampled, by row's number
-    assert run_job(source, tmp_path / "two.jsonl", tiny_qwen3, "--data-parallel-size=2") == 0
+    device = "--device=" + ("cuda" if torch.cuda.device_count() > 1 else "cpu")  # a GPU for each
+    sampled = (source, tmp_path / "one.jsonl", tiny_qwen3, device)  # by the row's number
+    assert run_job(*sampled) == 0
+    two = (source, tmp_path / "two.jsonl", tiny_qwen3, device, "--data-parallel-size=2")
+    assert run_job(*two) == 0
     assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
 
 

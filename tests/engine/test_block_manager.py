@@ -100,7 +100,7 @@ def test_blocks_filled_by_decode_are_found() -> None:
     for token_id in (4, 5, 6, 7, 8):
         seq.token_ids.append(token_id)
         seq.num_tokens += 1
-        if manager.needs_block(seq):
+        if manager.growing([seq]):
             manager.append_block(seq)
         manager.publish(seq, len(seq.token_ids))
     assert num_hits(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 2
@@ -115,9 +115,9 @@ def test_a_block_is_needed_when_blocks_needed_exceed_blocks_held(
     manager = make_manager(100)
     seq = admit(manager, tokens(0, 0, num_tokens))
     assert len(seq.block_table) == num_blocks
-    assert not manager.needs_block(seq)
+    assert manager.growing([seq]) == []
     seq.num_tokens += 1  # the prefill samples this token, the first decode computes it
-    assert manager.needs_block(seq) == needs
+    assert manager.growing([seq]) == [seq] * needs
 
 
 def test_reuse_takes_the_least_recently_freed_and_tails_before_prefixes() -> None:

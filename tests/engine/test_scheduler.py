@@ -375,16 +375,15 @@ def test_sequences_that_end_in_an_interrupted_completion_are_returned_by_recover
     scheduler = make_scheduler()
     ended, other = add(scheduler, 0, 3, max_tokens=1), add(scheduler, 1, 3)
     batch = schedule(scheduler)
-    finish = scheduler._finish_if_ended
 
-    def interrupted(seq: Sequence, token_id: int) -> bool:
-        finish(seq, token_id)
-        scheduler._finish_if_ended = finish  # type: ignore[method-assign]
+    def interrupted(seq: Sequence) -> None:
+        assert seq.finish_reason == "length"
         raise KeyboardInterrupt
 
-    scheduler._finish_if_ended = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        complete(scheduler, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            complete(scheduler, batch)
     assert scheduler.recover() == [ended]
     assert ended.completion_token_ids == [7]
     assert [seq.seq_id for seq in scheduler.waiting] == [other.seq_id]

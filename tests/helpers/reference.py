@@ -1,11 +1,15 @@
 """Computes Hugging Face's answers, one sequence at a time, and the engine's in the same form."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM
+from nanovllm.engine.captured_steps import Sampled
+from nanovllm.engine.model_runner import ModelRunner
 from tests.helpers.engines import greedy_ids
 
 
@@ -41,12 +45,14 @@ def next_token_logits(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
     They are prefilled in order, in as many steps as they need.
     """
     captured: list[torch.Tensor] = []
-    assert llm._runner is not None
-    hook = llm._runner.sampler.register_forward_pre_hook(
-        lambda _, args: captured.append(args[0].float().cpu())
-    )
-    try:
+    redrawn = ModelRunner._redrawn  # gets the logits of every step, CUDA graph or not
+
+    def watched(self: ModelRunner, sampled: Sampled, rows: list[int], *rest: Any) -> torch.Tensor:
+        if self is llm._runner and rows:
+            captured.append(sampled[1][: len(rows)].float().cpu())
+        return redrawn(self, sampled, rows, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "_redrawn", watched)
         greedy_ids(llm, prompts, max_tokens=1)
-    finally:
-        hook.remove()
     return torch.cat(captured)
