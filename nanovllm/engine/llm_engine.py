@@ -89,7 +89,8 @@ class LLMEngine:
     def abort(self, seq_id: int) -> None:
         """Drops a request; `step` never returns those of its samples that have not ended yet.
 
-        It never waits: while another thread steps, the request is dropped after that step.
+        While another thread steps, it waits for that step. A signal handler may call it, too.
+
         seq_id: what `add_request` has returned; nothing happens if the request has ended.
         """
         if not isinstance(seq_id, int) or isinstance(seq_id, bool):
@@ -199,8 +200,6 @@ class LLMEngine:
                 self._is_whole = True
             finally:
                 self._mend()
-        if self._aborts:  # they came when it was too late above, and before the room was free
-            self._abort(())
         return result
 
     def _mend(self) -> None:
@@ -262,16 +261,17 @@ class LLMEngine:
         self.scheduler.ended.clear()
 
     def _abort(self, seq_ids: Iterable[int]) -> None:
-        """Drops sequences, except those that have ended: now if nobody uses the engine, else after
-        that. So it may be called anywhere, by a finalizer, too."""
-        if self._turns.is_elsewhere:  # in a forked child, which has a copy of the request
+        """Drops sequences, except those that have ended.
+
+        What interrupts this thread's use of the engine, such as a finalizer, may call it: they are
+        dropped after that use.
+        """
+        if self._turns.is_elsewhere:  # in a forked child, which has a copy of the requests
             return
         self._aborts.extend(seq_ids)
-        while self._aborts and not self._turns.is_inside and self._turns.room.acquire(False):
-            try:
+        if not self._turns.is_inside:
+            with self._turns.door, self._turns.room:
                 self._mend()
-            finally:
-                self._turns.room.release()
 
     def _drop_aborted(self) -> None:
         seq_ids = list(self._aborts)
