@@ -175,6 +175,7 @@ class LLM(LLMEngine):
 
     def _output(self, seq: Sequence) -> CompletionOutput:
         if seq.finish_reason == "abort":
+            self._check_open()  # exit() aborts all
             raise RuntimeError(f"request {seq.request_id} of this call has been aborted")
         return completion_output(seq, self._decoder)
 

@@ -1,6 +1,7 @@
-"""Raises at hundreds of places within the engine's own code, as a signal handler that raises may, and
+"""Raises at many places within the engine's own code, as a signal handler that raises may, and
 checks after each that all other requests get their exact ids and nothing is lost or held."""
 
+import linecache
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -38,7 +39,9 @@ def raising_at(number: int) -> Iterator[list[str]]:
             return None
         if event == "line":
             lines.append(f"{name}:{frame.f_lineno}")
-            if len(lines) == number:
+            # The line of a `with` comes again before its exit, where Python runs no handler.
+            is_with = linecache.getline(name, frame.f_lineno).lstrip().startswith("with ")
+            if len(lines) >= number > 0 and not is_with:
                 sys.settrace(None)
                 raise StepError
         return trace
@@ -107,12 +110,13 @@ def test_whatever_is_cut_short_harms_no_other_request(
             pass
         num_lines = num_lines or len(lines)
         where = lines[-1]
+        assert not llm._turns.is_inside, where
         ids = drained(llm)
         if alone is None:
             alone = [ids[i] for i in kept]
-        # What a call of step was about to return is lost with it.
-        got = [ids.get(i, own) if use is step else ids[i] for i, own in zip(kept, alone, strict=True)]
-        assert got == alone, where
+        for seq_id, own in zip(kept, alone, strict=True):
+            # What a call of step was about to return is lost with it.
+            assert ids.get(seq_id, own if use is step else None) == own, where
         assert results(llm) == expected, where
         assert llm.scheduler.num_residents == 0, where
         llm.scheduler.block_manager.check_integrity([])
