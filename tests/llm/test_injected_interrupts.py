@@ -3,6 +3,7 @@ checks after each that all other requests get their exact ids and nothing is los
 
 import linecache
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,9 +40,9 @@ def raising_at(number: int) -> Iterator[list[str]]:
             return None
         if event == "line":
             lines.append(f"{name}:{frame.f_lineno}")
-            # The line of a `with` comes again before its exit, where Python runs no handler.
-            is_with = linecache.getline(name, frame.f_lineno).lstrip().startswith("with ")
-            if len(lines) >= number > 0 and not is_with:
+            # At `try`, and at the end of `with`, whose line comes again, Python runs no handler.
+            line = linecache.getline(name, frame.f_lineno).lstrip()
+            if len(lines) >= number > 0 and not line.startswith(("with ", "try:")):
                 sys.settrace(None)
                 raise StepError
         return trace
@@ -120,3 +121,31 @@ def test_whatever_is_cut_short_harms_no_other_request(
         assert results(llm) == expected, where
         assert llm.scheduler.num_residents == 0, where
         llm.scheduler.block_manager.check_integrity([])
+
+
+def test_alarms_that_raise_at_any_time(tiny_qwen3: Path) -> None:
+    """As a user's time limit for a call does."""
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        raise StepError
+
+    llm = make_paged_llm(tiny_qwen3, num_kvcache_blocks=32)
+    expected, num_rung = results(llm), 0
+    long = replace(GREEDY, max_tokens=40)
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        for seconds in (0.001, 0.005, 0.01, 0.02, 0.03, 0.05):
+            kept = llm.add_request([5, 6, 7], GREEDY)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                llm.generate([[1, 2, 3], [7] * 9], [long, STOPPING], use_tqdm=False)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except StepError:
+                num_rung += 1
+            assert drained(llm)[kept] == expected["outputs"][0][0]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert num_rung
+    assert results(llm) == expected
+    llm.scheduler.block_manager.check_integrity([])
