@@ -74,9 +74,8 @@ class RankProcess:
         self._popen.kill()
 
     def close(self) -> None:
-        """Closes our ends of its pipes."""
+        """Closes our end of the pipe. Somebody may still wait for the sentinel, so that stays."""
         self.pipe.close()
-        self._sentinel.close()
 
 
 def wait_for_end_of_any(processes: list[RankProcess]) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -173,9 +173,14 @@ class Workers:
         """
         group, self._group = self._group, None
         watcher, self._watcher = self._watcher, None
+        # A garbage collection in the watching thread may end an engine whose links it would abort.
+        is_watcher = watcher is current_thread()
         if group is not None and group.links is not None:
-            group.links.close()
-        if watcher is not None:
+            if is_watcher:
+                group.links.end()
+            else:
+                group.links.close()
+        if watcher is not None and not is_watcher:
             # Were it to drop NCCL after the interpreter's end has begun, the process would abort.
             watcher.join(LAST_SECONDS)
 
