@@ -1,18 +1,18 @@
 """What a user calls: a batch of prompts goes in, ordered results come out."""
 
-from array import array
 from collections.abc import Generator
 from typing import Any
 
 from nanovllm.engine.chat import Conversation, TemplateOptions, as_conversations, chat_token_ids
 from nanovllm.engine.interrupts import deferred_interrupt
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import Checked, LLMEngine
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_batch
 from nanovllm.engine.results import completion_output, request_output
 from nanovllm.engine.seeds import sample_seed
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.streaming import StreamedRequest
+from nanovllm.engine.turns import Caller
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -20,7 +20,6 @@ __all__ = ["LLM", "sample_seed"]
 
 Params = SamplingParams | list[SamplingParams] | None
 Prompts = Prompt | list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
-Checked = list[tuple["array[int]", SamplingParams]]  # the requests of a call
 
 
 class LLM(LLMEngine):
@@ -129,44 +128,60 @@ class LLM(LLMEngine):
         return params
 
     def _generate(self, requests: Checked, use_tqdm: bool) -> list[RequestOutput]:
-        firsts: list[Sequence] = []
-        ended: list[Sequence] = []
+        caller = Caller()
+        outputs: dict[int, CompletionOutput] = {}
         try:
             with deferred_interrupt() as raise_if_interrupted:
-                for token_ids, params in requests:
-                    firsts.append(self._enqueue(token_ids, params, ended))
-                outputs: dict[int, CompletionOutput] = {}
+                self._visit(lambda: self._enqueue(requests, caller.ended, caller.firsts))
                 num_samples = sum(params.n for _, params in requests)
                 with Progress(len(requests), use_tqdm) as progress:
                     while len(outputs) < num_samples:
-                        batch = self._step()
+                        batch = self._advance(caller)
+                        ended = caller.take_ended()
                         for seq in ended:  # while the device works
-                            outputs[seq.seq_id] = completion_output(seq, self._decoder)
+                            outputs[seq.seq_id] = self._output(seq)
                         progress.update(batch, ended)
-                        ended.clear()
                         raise_if_interrupted()
         except BaseException:
-            self._abort(seq_id for seq in firsts for seq_id in _ids_of_samples(seq))
+            self._drop(caller)
             raise
+        finally:
+            self._turns.leave(caller)
+        firsts = caller.firsts
         return [request_output([outputs[i] for i in _ids_of_samples(seq)]) for seq in firsts]
 
     def _stream(self, requests: Checked) -> Generator[StreamOutput, None, None]:
         self._check_open()
-        firsts: list[Sequence] = []
+        caller = Caller(wants_all_steps=True)
         try:
-            for token_ids, params in requests:
-                firsts.append(self._enqueue(token_ids, params, outbox=[]))
-            streamed = [StreamedRequest(i, seq, self._decoder) for i, seq in enumerate(firsts)]
+            self._visit(lambda: self._enqueue(requests, caller.ended, caller.firsts))
+            streamed = [
+                StreamedRequest(i, seq, self._decoder) for i, seq in enumerate(caller.firsts)
+            ]
             while streamed:
                 # Others' steps count as well, and may even have ended all.
+                self._turns.look(caller)
                 deltas = [delta for request in streamed for delta in request.deltas()]
                 streamed = [request for request in streamed if not request.has_ended]
-                yield from deltas
-                if streamed and not deltas:
+                if deltas:
+                    self._turns.leave(caller)  # who knows when the next item is asked for
+                    yield from deltas
+                elif streamed:
                     with deferred_interrupt():
-                        self._step()
+                        self._advance(caller)
         finally:
-            self._abort(seq_id for seq in firsts for seq_id in _ids_of_samples(seq))
+            self._drop(caller)
+            self._turns.leave(caller)
+
+    def _output(self, seq: Sequence) -> CompletionOutput:
+        if seq.finish_reason == "abort":
+            self._check_open()  # exit() aborts all
+            raise RuntimeError(f"request {seq.request_id} of this call has been aborted")
+        return completion_output(seq, self._decoder)
+
+    def _drop(self, caller: Caller) -> None:
+        """Aborts those requests of a call that have not ended."""
+        self._abort(i for first in caller.firsts for i in _ids_of_samples(first))
 
 
 def _ids_of_samples(first: Sequence) -> range:

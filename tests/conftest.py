@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # runs the kernels on CPU tensors
 
 from nanovllm.config import Config
+from nanovllm.engine import rank_process
 from nanovllm.utils import peer_memory
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.helpers.gpu_turns import GPUTurns
@@ -108,7 +109,8 @@ def warm_processes() -> Iterator[None]:
         return
     processes = WarmProcesses()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing.util, "spawnv_passfds", processes.start)
+        patch.setattr(multiprocessing.util, "spawnv_passfds", processes.spawn)
+        patch.setattr(rank_process, "_start", processes.start_rank)
         yield
     processes.end()
 

@@ -38,7 +38,7 @@ CONFINED = {
     "multiprocessing": (
         "engine/executor.py",
         "engine/worker",
-        "engine/ipc.py",
+        "engine/rank_process.py",
         "batch/engine_processes.py",
     ),
     "pyarrow": ("batch/parquet.py", "batch/on_ray.py", "ray.py"),

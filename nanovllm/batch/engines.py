@@ -9,6 +9,7 @@ from nanovllm.batch.requests import Request
 from nanovllm.engine.chat import TemplateOptions, chat_token_ids
 from nanovllm.engine.results import completion_output, request_output
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.turns import Caller
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 
@@ -43,7 +44,7 @@ class LocalEngine(LLM):
     def __init__(self, keywords: dict[str, Any]) -> None:
         super().__init__(**keywords)
         self._rows: dict[int, int] = {}  # by the id of the request
-        self._ended: list[Sequence] = []
+        self._caller = Caller()
         # By request and index, the samples of requests of which others still run.
         self._samples: dict[int, dict[int, CompletionOutput]] = {}
         self._refused: list[Answer] = []
@@ -67,23 +68,25 @@ class LocalEngine(LLM):
             if request.messages is not None:
                 prompt = self._chat_token_ids(request)
             token_ids = self._prompts.token_ids(prompt, "prompt")
-            seq = self._enqueue(token_ids, request.sampling_params, self._ended)
-            self._rows[seq.request_id] = index
+            checked = [(token_ids, request.sampling_params)]
+            firsts: list[Sequence] = []
+            self._visit(lambda: self._enqueue(checked, self._caller.ended, firsts))
+            self._rows[firsts[0].request_id] = index
         except (TypeError, ValueError) as error:
             self._refused.append((index, str(error)))
 
     def poll(self) -> list[Answer]:
         answers, self._refused = self._refused, []
         if self._rows:
-            self._step()
-        for seq in self._ended:
+            self._advance(self._caller)
+            self._turns.leave(self._caller)
+        for seq in self._caller.take_ended():
             samples = self._samples.setdefault(seq.request_id, {})
             samples[seq.sample] = completion_output(seq, self._decoder)
             if len(samples) == seq.sampling_params.n:
                 del self._samples[seq.request_id]
                 output = request_output([samples[i] for i in sorted(samples)])
                 answers.append((self._rows.pop(seq.request_id), output))
-        self._ended.clear()
         return answers
 
     def _chat_token_ids(self, request: Request) -> list[int]:

@@ -70,6 +70,11 @@ class Admission:
         seq.row = self._free_rows.pop()
         return True
 
+    def recover(self) -> None:
+        """Has all rows free: no sequence is resident any more."""
+        self._free_rows = list(reversed(range(self.max_num_seqs)))
+        self._blocked = None
+
     def release(self, seq: Sequence) -> None:
         """Takes row and blocks from a sequence, which may have none."""
         if seq.row is None:

@@ -180,20 +180,30 @@ class BlockManager:
                 self._twins.setdefault(block_hash, []).append(block_id)
         seq.num_published_blocks = max(seq.num_published_blocks, num_full)
 
-    def withdraw(self, block_ids: Iterable[int]) -> None:
-        """Takes back the offer of blocks whose K/V a failed step has not written."""
-        for block_id in block_ids:
-            if block_id in self._published:
-                self._unpublish(block_id)
-                if block_id in self._free_cached:
-                    del self._free_cached[block_id]
-                    self._free_blank.append(block_id)
+    def recover(self, unwritten: Iterable[int]) -> None:
+        """Frees all blocks, wherever a method here was cut short; the sequences hold none then.
+
+        unwritten: published blocks whose K/V a failed step has not written, so that they cannot be
+            found any more.
+        """
+        for block_id in unwritten:
+            self._published.pop(block_id, None)
+        self._ref_counts, self._num_held = {}, 0
+        # The least recently freed ones first, as before, then those that were in use.
+        order = [*(i for i in self._free_cached if i in self._published), *self._published]
+        self._free_cached = OrderedDict.fromkeys(order)
+        self._free_blank = [i for i in range(self._num_dealt) if i not in self._published]
+        self._block_by_hash, self._twins = {}, {}
+        for block_id, cached in self._published.items():
+            first = self._block_by_hash.setdefault(cached.block_hash, block_id)
+            if first != block_id and self._published[first] is cached:
+                self._twins.setdefault(cached.block_hash, []).append(block_id)
 
     def reset(self) -> None:
         """Makes no block possible to find that is published now."""
+        self._published.clear()  # first: should this be cut short, none can be found
         self._free_blank += self._free_cached
         self._free_cached.clear()
-        self._published.clear()
         self._block_by_hash.clear()
         self._twins.clear()
 

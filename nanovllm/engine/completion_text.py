@@ -1,5 +1,7 @@
 """The text of one completion while it grows, and the stop strings in it."""
 
+from threading import Lock
+
 from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
 from nanovllm.sampling_params import SamplingParams
 
@@ -8,7 +10,7 @@ class CompletionText:
     """Takes ids one by one, looks for stop strings, and gives out text that nothing later changes.
 
     It gives out no text that may turn out to be the start of a stop string. The cost of an id does
-    not grow with the completion.
+    not grow with the completion. One thread may push while another one takes.
 
     stop: the stop strings.
     includes_stop: the text ends after the stop string, not before it.
@@ -27,6 +29,9 @@ class CompletionText:
         self._tail = ""  # the last `_reach` characters of the final text
         self._tentative = ""  # what followed it when the last id came
         self._is_cut = False
+        self.num_given = 0  # characters
+        self._num_repeated = 0  # characters at its start that have been given out already
+        self._lock = Lock()
 
     @classmethod
     def of(cls, decoder: TextDecoder, params: SamplingParams) -> "CompletionText":
@@ -40,6 +45,10 @@ class CompletionText:
         Of several it is the one that begins first, then the first in the list. If not `is_counted`,
         what this id completes never counts.
         """
+        with self._lock:
+            return self._push(token_id, is_counted)
+
+    def _push(self, token_id: int, is_counted: bool) -> str | None:
         self.num_tokens += 1
         piece = self._detokenizer.push(token_id)
         if piece:
@@ -65,15 +74,25 @@ class CompletionText:
 
     def take(self) -> str:
         """Returns the text that has become certain since the last call."""
-        text = "".join(self._pieces)
-        num_certain = len(text) - self._num_held(text)
-        self._pieces = [text[num_certain:]]
-        return text[:num_certain]
+        with self._lock:
+            text = "".join(self._pieces)
+            num_certain = len(text) - self._num_held(text)
+            if num_certain < self._num_repeated:
+                return ""
+            taken = text[self._num_repeated : num_certain]
+            self._pieces, self._num_repeated = [text[num_certain:]], 0
+            self.num_given += len(taken)
+            return taken
 
     def finish(self) -> str:
         """Returns what has not been given out of the whole text, once no more ids come."""
-        text = "".join(self._pieces)
-        return text if self._is_cut else text + self._detokenizer.rest()
+        with self._lock:
+            text = "".join(self._pieces)[self._num_repeated :]
+            return text if self._is_cut else text + self._detokenizer.rest()
+
+    def go_on_from(self, other: "CompletionText") -> None:
+        """Gives out only what follows the text that `other`, which had the same ids, has given."""
+        self.num_given = self._num_repeated = other.num_given
 
     def _find(self, window: str, num_old: int) -> tuple[int, str] | None:
         """Returns start and text of the stop string that ends behind the first `num_old`

@@ -8,7 +8,6 @@ not be brought into step again.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import current_process
 from multiprocessing.util import Finalize
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +29,7 @@ class TensorParallelExecutor:
     def __init__(self, config: Config) -> None:
         _check(config)
         self._ranks = _Ranks()
+        self._failure = "it was closed"  # what has ended the ranks, in words
         self._config = config
         # At the interpreter's end it runs before multiprocessing joins what is left, unlike
         # weakref.finalize; in a forked child never.
@@ -63,7 +63,10 @@ class TensorParallelExecutor:
         """
         runner = self._ranks.runner
         if runner is None:
-            raise RankDiedError("a step has failed on one of the ranks; make a new LLM")
+            raise RankDiedError(
+                f"this engine has ended, since a call failed on one of its ranks: {self._failure}; "
+                "make a new LLM"
+            )
         try:
             self._ranks.workers.send(method, *arguments)
             with _share_of_threads(self._config):
@@ -79,9 +82,11 @@ class TensorParallelExecutor:
     def _fail(self, error: BaseException) -> None:
         """Ends all ranks; raises another rank's end instead if that caused `error`."""
         cause = None
+        self._failure = _shown(error)
         try:
             if isinstance(error, PeerLostError | RankDiedError):
                 cause = self._ranks.workers.wait_for_cause()
+                self._failure = _shown(cause or error)
         finally:
             with suppress(Exception):  # what fails now, as all does after some errors, says less
                 self._ranks.end(gently=False)
@@ -143,13 +148,13 @@ class _ParallelStep:
         return self._handle.logprobs()
 
 
+def _shown(error: BaseException) -> str:
+    """Returns the first line of an error; kept itself, it would keep the model alive."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def _check(config: Config) -> None:
     """Refuses what cannot work before any process is started."""
-    if getattr(current_process(), "_inheriting", False):
-        raise RuntimeError(
-            "tensor_parallel_size > 1 starts processes that import your script again; put its "
-            'main part under `if __name__ == "__main__":`'
-        )
     if config.torch_device.type == "cuda" and not has_nccl():
         raise RuntimeError(
             "tensor_parallel_size > 1 on GPUs needs NCCL, which this build of torch does not have; "

@@ -12,10 +12,11 @@ def deferred_interrupt() -> Iterator[Callable[[], None]]:
     """Holds Ctrl-C back until the yielded function is called or the block ends.
 
     A second Ctrl-C acts at once. Nothing is held back in other threads, which may not set signal
-    handlers, nor where the signal is not handled in Python.
+    handlers, nor from a handler of the user's own, which is called as ever.
     """
     previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or previous is not signal.default_int_handler:
         yield lambda: None
         return
     is_interrupted = False

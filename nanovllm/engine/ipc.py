@@ -9,9 +9,7 @@ import mmap
 import os
 import tempfile
 from dataclasses import dataclass
-from multiprocessing import reduction
 from threading import Lock
-from typing import Any
 
 from nanovllm.utils.waiting import Check, wait_until
 
@@ -24,10 +22,10 @@ _fence_lock = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """What a receiver must know of a channel. It can be passed to a new process.
+    """What a receiver must know of a channel.
 
-    fd: the descriptor of the shared memory. It is a file without a name, so that nothing is left
-        behind, whatever ends the processes.
+    fd: the descriptor of the shared memory, which a receiver's process inherits. It is a file
+        without a name, so that nothing is left behind, whatever ends the processes.
     """
 
     fd: int
@@ -42,14 +40,6 @@ class Channel:
     @property
     def num_bytes(self) -> int:
         return self.header_bytes + self.num_slots * self.slot_bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        sizes = (self.num_receivers, self.num_slots, self.slot_bytes)
-        return _channel_in_another_process, (reduction.DupFd(self.fd), *sizes)
-
-
-def _channel_in_another_process(fd: Any, *sizes: int) -> Channel:
-    return Channel(fd.detach(), *sizes)
 
 
 class Sender:

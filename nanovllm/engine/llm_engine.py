@@ -2,9 +2,9 @@
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import check_tokenizer, load_tokenizer, stop_token_ids
+from nanovllm.engine.turns import Caller, Turns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
@@ -29,10 +30,16 @@ from nanovllm.utils.given_weights import GivenWeights
 from nanovllm.utils.shown import shown
 
 Runner = ModelRunner | TensorParallelExecutor
+Checked = list[tuple["array[int]", SamplingParams]]  # requests
+T = TypeVar("T")
 
 
 class LLMEngine:
-    """Serves requests on one model. Its keywords are the fields of `Config`."""
+    """Serves requests on one model. Its keywords are the fields of `Config`.
+
+    Any thread of the process that made it may call its methods; calls of several threads are served
+    together, by the same steps.
+    """
 
     @frees_all_if_it_fails
     def __init__(self, model: str, **kwargs: Any) -> None:
@@ -65,7 +72,11 @@ class LLMEngine:
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
         self._num_requests = 0
         self._num_sequences = 0
-        self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
+        self._unreported: dict[int, Sequence] = {}  # ended, but not yet returned by step()
+        self._turns = Turns()
+        self._is_whole = True  # no use of the state below has been cut short
+        self._is_closed = False
+        self._aborts: deque[int] = deque()  # sequences to drop at the next chance
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queues one request and returns its id. With n > 1, sample i has the id plus i.
@@ -75,10 +86,15 @@ class LLMEngine:
         self._check_open()
         self._check_sampling_params(sampling_params, "sampling_params")
         token_ids = self._prompts.token_ids(prompt, "prompt")
-        return self._enqueue(token_ids, sampling_params, self._unreported).seq_id
+        firsts: list[Sequence] = []
+        request = token_ids, sampling_params
+        self._visit(lambda: self._enqueue([request], self._unreported, firsts))
+        return firsts[0].seq_id
 
     def abort(self, seq_id: int) -> None:
         """Drops a request; `step` never returns those of its samples that have not ended yet.
+
+        While another thread steps, it waits for that step. A signal handler may call it, too.
 
         seq_id: what `add_request` has returned; nothing happens if the request has ended.
         """
@@ -86,6 +102,7 @@ class LLMEngine:
             raise TypeError(f"seq_id must be an int that add_request returned, got {shown(seq_id)}")
         if not 0 <= seq_id < self._num_sequences:
             raise ValueError(f"seq_id must be an id that add_request returned, got {shown(seq_id)}")
+        self._check_process()
         self._abort(self.scheduler.unfinished_samples(seq_id))
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -95,19 +112,17 @@ class LLMEngine:
         count: the prompt tokens that the step computed, or if it computed none minus the sequences
         that it decoded. It returns ([], 0) if there is no step to complete, as in the first call.
         """
-        batch = self._step()
-        ended = [(seq.seq_id, seq.completion_token_ids) for seq in self._unreported]
-        self._unreported.clear()
-        return ended, (batch.num_prefilled or -batch.num_decoded if batch else 0)
+        return self._visit(self._reported_step)
 
     def is_finished(self) -> bool:
         """Whether every request has ended and been returned by `step`."""
-        return self.scheduler.is_finished() and not self._unreported
+        self._check_process()
+        # In this order: another thread may be moving one from each of these to the next.
+        return self.scheduler.is_finished() and not self.scheduler.ended and not self._unreported
 
     def reset_prefix_cache(self) -> None:
         """Forgets all K/V that later prompts could find; what runs keeps its own."""
-        self._check_open()
-        self.scheduler.block_manager.reset()
+        self._visit(self.scheduler.block_manager.reset)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path) -> None:
         """Replaces all weights in place, on all ranks, and resets the prefix cache.
@@ -116,63 +131,166 @@ class LLMEngine:
             floating dtype and on any device; or a checkpoint directory.
 
         Raises `ValueError` or `TypeError`, and leaves the old weights in use, if a name, a shape or
-        a dtype is wrong; `RuntimeError` while requests run.
+        a dtype is wrong; `RuntimeError` while requests run. If anything else raises, half of the
+        weights may be new, and the engine is closed.
         """
-        runner = self._check_open()
-        if not self.scheduler.is_finished():
-            raise RuntimeError(
-                f"{self.scheduler.num_unfinished} requests still run on the old weights; let them "
-                "end, or abort them, before update_weights"
-            )
+        self._check_open()
         if isinstance(weights, str | Path):
             source: Checkpoint | GivenWeights = Checkpoint(Path(weights).expanduser())
         else:
             source = GivenWeights(weights)
         with deferred_interrupt():  # half of them would be no model
-            runner.update_weights(source)
-            self.reset_prefix_cache()
+            num_running = self._visit(lambda: self._replace_weights(source))
+        if num_running:
+            raise RuntimeError(
+                f"{num_running} requests still run on the old weights; let them end, or abort "
+                "them, before update_weights"
+            )
 
     def exit(self) -> None:
         """Drops all requests and frees model and cache. A second call does nothing.
 
-        Any other method raises `RuntimeError` afterwards.
+        Any other method raises `RuntimeError` afterwards, and so do calls in other threads, after
+        the step that runs. A forked child's call leaves its parent's engine alone.
         """
-        _mark_aborted(self.scheduler.abort_all())
-        self._in_flight.clear()
-        self._unreported.clear()
-        if self._runner is not None:
-            self._runner.exit()
-            self._runner = None
+        if self._turns.is_elsewhere:
+            return
+        self._is_closed = True
+        if self._turns.is_inside:
+            return  # a signal handler's call: what it interrupts comes to an end first
+        with self._turns.door, self._turns.room:
+            self._mend()
+            self._mark_aborted(self.scheduler.abort_all())
+            self._unreported.clear()
+            if self._runner is not None:
+                self._runner.exit()
+                self._runner = None
+        self._turns.wake_all()
+
+    def _advance(self, caller: Caller) -> ScheduledBatch | None:
+        """Runs a step, which it returns once completed; or waits for the news of another thread's
+        steps."""
+        if self._turns.may_drive(caller):
+            self._check_open()
+            try:
+                with self._turns.door:  # others may want in
+                    pass
+                return self._in_room(self._step)
+            finally:
+                self._exit_if_closed()
+        self._turns.sleep(caller)
+        self._check_open()
+        return None
+
+    def _visit(self, work: Callable[[], T]) -> T:
+        """Does something short on the engine's state, between two steps of other threads."""
+        self._check_open()
+        try:
+            with self._turns.door:
+                return self._in_room(work)
+        finally:
+            self._exit_if_closed()
+
+    def _in_room(self, work: Callable[[], T]) -> T:
+        """Does `work` on the engine's state while no other thread does.
+
+        Whatever cuts it short, the state is whole again before anybody uses it: all requests that
+        have not ended start afresh.
+        """
+        with self._turns.room:
+            self._mend()
+            self._is_whole = False
+            try:
+                result = work()
+                self._is_whole = True
+            finally:
+                self._mend()
+        return result
+
+    def _mend(self) -> None:
+        """Makes the state whole, and drops what is to be dropped."""
+        if not self._is_whole:
+            self._in_flight.clear()
+            self.scheduler.recover()
+            self._deliver_ended()
+            self._is_whole = True
+        if self._aborts:
+            self._is_whole = False
+            self._drop_aborted()
+            self._is_whole = True
 
     def _step(self) -> ScheduledBatch | None:
         """Does what `step` says; returns the completed step, if any.
 
-        Each sequence that ended goes to its outbox. If anything raises, the steps in flight are
-        forgotten and all residents start afresh.
+        Each sequence that ended goes to its outbox.
         """
-        runner = self._check_open()
-        try:
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._in_flight.append((batch, runner.launch(batch)))
-            # One step stays in flight, unless nothing new could be launched.
-            may_wait = batch is not None and self.config.async_scheduling
-            if not self._in_flight or (may_wait and len(self._in_flight) == 1):
-                return None
-            completed, handle = self._in_flight.popleft()
-            ended = self.scheduler.postprocess(completed, handle.token_ids(), handle.logprobs())
-        except BaseException:
-            self._in_flight.clear()
-            _deliver(self.scheduler.recover())
-            raise
-        _deliver(ended)
+        runner = self._check_runner()
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._in_flight.append((batch, runner.launch(batch)))
+        # One step stays in flight, unless nothing new could be launched.
+        may_wait = batch is not None and self.config.async_scheduling
+        if not self._in_flight or (may_wait and len(self._in_flight) == 1):
+            return None
+        completed, handle = self._in_flight.popleft()
+        self.scheduler.postprocess(completed, handle.token_ids(), handle.logprobs())
+        self._deliver_ended()
         self._forget_idle_steps()
+        self._turns.note_step()
         return completed
 
+    def _reported_step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        batch = self._step()
+        ended = [(i, seq.completion_token_ids) for i, seq in self._unreported.items()]
+        self._unreported.clear()
+        return ended, (batch.num_prefilled or -batch.num_decoded if batch else 0)
+
+    def _replace_weights(self, source: Checkpoint | GivenWeights) -> int:
+        """Returns how many requests still run; replaces the weights if none does."""
+        runner = self._check_runner()
+        if self.scheduler.is_finished():
+            self.scheduler.block_manager.reset()  # first: no K/V of the old weights may remain
+            try:
+                runner.update_weights(source)
+            except (ValueError, TypeError):
+                raise
+            except BaseException:
+                self._is_closed = True
+                raise
+        return self.scheduler.num_unfinished
+
+    def _deliver_ended(self) -> None:
+        for seq in self.scheduler.ended:
+            assert seq.outbox is not None
+            seq.outbox[seq.seq_id] = seq
+        self.scheduler.ended.clear()
+
     def _abort(self, seq_ids: Iterable[int]) -> None:
-        """Drops sequences, except those that have ended."""
-        _mark_aborted(self.scheduler.abort(list(seq_ids)))
+        """Drops sequences, except those that have ended.
+
+        What interrupts this thread's use of the engine, such as a finalizer, may call it: they are
+        dropped after that use.
+        """
+        if self._turns.is_elsewhere:  # in a forked child, which has a copy of the requests
+            return
+        self._aborts.extend(seq_ids)
+        if not self._turns.is_inside:
+            with self._turns.door, self._turns.room:
+                self._mend()
+
+    def _drop_aborted(self) -> None:
+        seq_ids = list(self._aborts)
+        self._mark_aborted(self.scheduler.abort(seq_ids))
+        for _ in seq_ids:  # only now: should this be cut short, it is done again
+            self._aborts.popleft()
         self._forget_idle_steps()
+
+    def _mark_aborted(self, seqs: list[Sequence]) -> None:
+        """Tells the callers, except those of `step`, which never returns what has been aborted."""
+        for seq in seqs:
+            seq.finish_reason = "abort"
+            if seq.outbox is not None and seq.outbox is not self._unreported:
+                seq.outbox[seq.seq_id] = seq
 
     def _forget_idle_steps(self) -> None:
         """Forgets the step in flight once no request is left: nobody needs its ids."""
@@ -181,24 +299,25 @@ class LLMEngine:
             self.scheduler.forget_steps_in_flight()
 
     def _enqueue(
-        self, token_ids: "array[int]", params: SamplingParams, outbox: list[Sequence]
-    ) -> Sequence:
-        """Queues a checked request; returns its first sample.
+        self, requests: Checked, outbox: dict[int, Sequence], firsts: list[Sequence]
+    ) -> None:
+        """Queues checked requests and adds the first sample of each to `firsts`.
 
-        outbox: takes the samples as they end.
+        outbox: takes the samples as they end, by id.
         """
-        seq = Sequence(
-            self._num_sequences,
-            token_ids,
-            params,
-            max_model_len=self.config.max_model_len,
-            seed=request_seed(params.seed, self.config.seed, self._num_requests),
-            outbox=outbox,
-        )
-        self._num_requests += 1
-        self._num_sequences += params.n
-        self.scheduler.add(seq)
-        return seq
+        for token_ids, params in requests:
+            seq = Sequence(
+                self._num_sequences,
+                token_ids,
+                params,
+                max_model_len=self.config.max_model_len,
+                seed=request_seed(params.seed, self.config.seed, self._num_requests),
+                outbox=outbox,
+            )
+            self._num_sequences += params.n
+            self._num_requests += 1
+            firsts.append(seq)
+            self.scheduler.add(seq)
 
     def _check_sampling_params(self, params: object, what: str) -> None:
         """Raises an error that calls the parameters `what` if this model cannot serve them."""
@@ -214,10 +333,25 @@ class LLMEngine:
                 "tokenizer; pass stop_token_ids"
             )
 
+    def _check_process(self) -> None:
+        """Raises `RuntimeError` in a forked child."""
+        if self._turns.is_elsewhere:
+            self._turns.check()
+
     def _check_open(self) -> Runner:
-        if self._runner is None:
+        """Returns the runner; raises `RuntimeError` if this thread cannot use the engine now."""
+        self._turns.check()
+        return self._check_runner()
+
+    def _check_runner(self) -> Runner:
+        if self._runner is None or self._is_closed:
             raise RuntimeError("this engine has been closed by exit(); make a new LLM")
         return self._runner
+
+    def _exit_if_closed(self) -> None:
+        """Does what a signal handler's call of `exit` has left to be done."""
+        if self._is_closed:
+            self.exit()
 
 
 def make_runner(config: Config) -> Runner:
@@ -225,14 +359,3 @@ def make_runner(config: Config) -> Runner:
     if config.tensor_parallel_size == 1:
         return ModelRunner(config, TPGroup())
     return TensorParallelExecutor(config)
-
-
-def _deliver(ended: list[Sequence]) -> None:
-    for seq in ended:
-        assert seq.outbox is not None
-        seq.outbox.append(seq)
-
-
-def _mark_aborted(seqs: list[Sequence]) -> None:
-    for seq in seqs:
-        seq.finish_reason = "abort"

@@ -1,8 +1,11 @@
 """One device's side of the engine: it loads a model, and computes scheduled batches on it."""
 
+import ctypes
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from nanovllm.layers.attention_backends import AttentionLayout, select_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.models.causal_lm import CausalLM
+from nanovllm.utils.ambient import EmptyTensors, defaults_of_torch
 from nanovllm.utils.checkpoint import Checkpoint, WeightSource
 from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
@@ -45,10 +49,13 @@ class ModelRunner:
     """
 
     def __init__(self, config: Config, group: TPGroup) -> None:
+        # What __del__ needs, even when modules have been taken apart.
+        self._home = os.getpid(), os.getpid, _keep_for_ever()
         self.config = config
         self.group = group
         self.device = config.torch_device
         self._stream: torch.cuda.Stream | None = None
+        self._threads = threading.local()  # which of them have the device's context
         self._captured: CapturedSteps | None = None
         self._tuned_matmuls: TunedMatmuls = []
         free_at_start = 0
@@ -56,7 +63,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
             free_at_start = torch.cuda.mem_get_info(self.device)[0] + group.gpu_bytes
             self._stream = take_stream(self.device)
-        with self._on_stream(), torch.inference_mode():
+        with self._no_ambient(), self._on_stream(), torch.inference_mode():
             self._load()
             if self.device.type == "cuda":
                 self._boot_gpu(free_at_start)
@@ -77,13 +84,13 @@ class ModelRunner:
 
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
-        with self._on_stream(), torch.inference_mode():
+        with self._no_ambient(), self._on_stream(), torch.inference_mode():
             reports = StepReports()
             return self._to_host.fetch(self._sampled_ids(batch, reports), reports)
 
     def check_weights(self, source: WeightSource) -> None:
         """Raises the errors of `update_weights`, on this rank alone, and changes nothing."""
-        with torch.inference_mode():
+        with self._no_ambient(), torch.inference_mode():
             check_weights(self.model, source, self.model.packed_modules_mapping)
 
     def update_weights(self, source: WeightSource) -> None:
@@ -94,7 +101,7 @@ class ModelRunner:
         """
         if self._stream:  # the caller's may still compute the weights
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with self._on_stream(), torch.inference_mode():
+        with self._no_ambient(), self._on_stream(), torch.inference_mode():
             mapping = self.model.packed_modules_mapping
             update_weights(self.model, source, mapping, self.config.torch_dtype)
             if self._stream:
@@ -118,18 +125,36 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # torch may have gone; the process's end frees everything
+        if "_home" not in vars(self):  # all has been freed
+            return
+        process_id, getpid, keep = self._home
+        if process_id != getpid():
+            # A forked copy has none of the threads that taking it apart would wait for, and no
+            # right to the GPU: it is never freed.
+            keep(vars(self))
+        elif not sys.is_finalizing():  # torch may have gone; the process's end frees everything
             self.exit()
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+        if self._stream is None:
+            return nullcontext()
+        if not hasattr(self._threads, "has_context"):
+            # Tensor descriptors need the device's context to be the thread's current one, which
+            # any call of CUDA's runtime makes it.
+            torch.cuda.synchronize(self.device)
+            self._threads.has_context = True
+        return torch.cuda.stream(self._stream)
+
+    def _no_ambient(self) -> AbstractContextManager[object]:
+        """Computes as in a new process, whatever the caller has set in torch."""
+        return defaults_of_torch(self.device.type)
 
     def _load(self) -> None:
         config = self.config
         checkpoint = Checkpoint(config.model)
         cls = model_class(config.hf_config)
         is_tied = checkpoint.is_tied(config.tie_word_embeddings)
-        with _torch_defaults(config.torch_dtype, self.device):
+        with self.device, EmptyTensors(config.torch_dtype):
             self.model: CausalLM = cls(
                 config.hf_config,
                 self.group,
@@ -325,13 +350,7 @@ class ModelRunner:
             call()
 
 
-@contextmanager
-def _torch_defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Sets the default dtype and device for the block, whatever ends it."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(previous)
+def _keep_for_ever() -> Callable[[object], None]:
+    """Returns a function that makes an object live for as long as the process."""
+    increment, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
+    return lambda kept: increment(as_object(kept))

@@ -7,6 +7,7 @@ preemption needs all ids, and waits until no step is in flight. Nothing here kno
 
 from collections import deque
 from collections.abc import Collection
+from itertools import chain
 from operator import attrgetter
 from typing import cast
 
@@ -68,7 +69,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.num_preemptions = 0
         self._unfinished: dict[int, Sequence] = {}
-        self._ended: list[Sequence] = []  # by the step that is being completed
+        self.ended: list[Sequence] = []  # by the latest step, until somebody clears it
         self._admission = Admission(block_manager, max_num_seqs)
         self._stop_rules = StopRules(self.stop_token_ids, text_decoder)
         self._prefix_groups = PrefixGroups(block_manager)
@@ -108,6 +109,7 @@ class Scheduler:
         token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
             before is dropped, as are its `logprobs`.
         """
+        self.ended = []
         self._offers.popleft()
         self._note_prompt_logprobs(batch, logprobs)
         block_size, stop_ids = self.block_manager.block_size, self.stop_token_ids
@@ -128,7 +130,7 @@ class Scheduler:
             elif len(known) >= seq.max_num_tokens:
                 seq.finish_reason = "length"
                 self._end(seq)
-        return self._take_ended()
+        return self.ended
 
     def abort(self, seq_ids: Collection[int]) -> list[Sequence]:
         """Drops sequences, wherever they are; what steps in flight sample for them is dropped.
@@ -155,22 +157,30 @@ class Scheduler:
         self._offers.clear()
 
     def recover(self) -> list[Sequence]:
-        """Forgets the steps in flight and starts all residents afresh, after a step has failed.
+        """Forgets the steps in flight and starts all sequences afresh, after a step has failed or
+        any method here was cut short, wherever that was.
 
         Whatever those steps had offered to the prefix cache is taken back. It returns the sequences
         that had ended when the completion of a step was interrupted.
         """
-        for offered in (*self._offers, self._offered):
-            self.block_manager.withdraw(offered)
+        self.block_manager.recover(chain(*self._offers, self._offered))
+        self._admission.recover()
+        self._prefix_groups.forget()
+        for first in list(self._unfinished.values()):
+            others = [seq for seq in first.others if seq.finish_reason is None]
+            self._unfinished.update((seq.seq_id, seq) for seq in others)
+        self.running.clear()
+        for seq in self._unfinished.values():
+            seq.recover()
+            self._stop_rules.recover(seq)
+            if seq.finish_reason is not None and seq not in self.ended:
+                self.ended.append(seq)
+        for seq in self.ended:
+            self._unfinished.pop(seq.seq_id, None)
+        self.waiting = deque(self._unfinished[i] for i in sorted(self._unfinished))
         self._offered = []
         self.forget_steps_in_flight()
-        if self.waiting:  # only the head can be resident
-            self._release(self.waiting[0])
-        for seq in [s for s in self.running.values() if s.finish_reason is not None]:
-            self._end(seq)
-        while self.running:
-            self._preempt_last()
-        return self._take_ended()
+        return self.ended
 
     def _schedule_prefill(self, budget: int) -> PrefillPart | None:
         """Schedules `budget` tokens of prompts while rows and blocks last; the last may get a
@@ -305,12 +315,8 @@ class Scheduler:
     def _end(self, seq: Sequence) -> None:
         """Takes out a sequence that has its finish reason."""
         self._release(seq)
-        self._ended.append(seq)
+        self.ended.append(seq)
         del self.running[seq.seq_id], self._unfinished[seq.seq_id]
-
-    def _take_ended(self) -> list[Sequence]:
-        ended, self._ended = self._ended, []
-        return ended
 
 
 _num_tokens = attrgetter("num_tokens")

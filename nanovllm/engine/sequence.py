@@ -27,7 +27,7 @@ class Sequence:
     seq_id: a number that is unique in its engine and rises with submission; `sample` more than the
         request's own.
     sample: its index among the samples of its request.
-    outbox: what the engine appends it to when it ends; all of a caller's share it.
+    outbox: where the engine puts it, by its id, when it ends; all of a caller's share it.
     others: in sample 0, the other samples once the prompt has been scheduled; till then none.
     token_ids: prompt and completion as far as known; takes over `prompt_token_ids`. An array("q"),
         not a list: the garbage collector would visit every id of every waiting prompt, again and
@@ -66,7 +66,7 @@ class Sequence:
         *,
         max_model_len: int,
         seed: int,
-        outbox: "list[Sequence] | None" = None,
+        outbox: "dict[int, Sequence] | None" = None,
     ) -> None:
         self.seq_id = seq_id
         self.sample = 0
@@ -134,6 +134,16 @@ class Sequence:
         self.num_published_blocks = 0
         self.num_computed_tokens = 0
         self.num_tokens = len(self.token_ids)
+
+    def recover(self) -> None:
+        """Starts afresh even where the completion of a step was cut short.
+
+        A token without its log probability is dropped: sampled again, it is the same.
+        """
+        if self.logprobs is not None:
+            num_kept = min(len(self.logprobs), len(self.token_ids) - self.num_prompt_tokens)
+            del self.logprobs[num_kept:], self.token_ids[self.num_prompt_tokens + num_kept :]
+        self.restart()
 
     @property
     def completion_token_ids(self) -> list[int]:

@@ -36,6 +36,21 @@ class StopRules:
         seq.finish_reason = "stop"
         return True
 
+    def recover(self, seq: Sequence) -> None:
+        """Sets the reasons if `seq` has ended, wherever this was cut short before.
+
+        Its text is made again: it may have been cut short in the middle of an id.
+        """
+        if seq.text is not None:
+            assert self.decoder is not None
+            text = CompletionText.of(self.decoder, seq.sampling_params)
+            text.go_on_from(seq.text)
+            seq.text = text
+        num_sampled = len(seq.token_ids) - seq.num_prompt_tokens
+        if num_sampled and not self.stops(seq, seq.token_ids[-1]):
+            is_full = len(seq.token_ids) >= seq.max_num_tokens
+            seq.finish_reason = "length" if is_full else None
+
     def _completed_stop_string(self, seq: Sequence) -> str | None:
         """Returns the stop string that the last token completes, if any."""
         params = seq.sampling_params

@@ -26,8 +26,9 @@ class StreamedCompletion:
     def delta(self) -> StreamOutput | None:
         """Returns what is new; None if nothing is. The first with a finish reason is the last."""
         seq = self._seq
-        new_ids = seq.token_ids[self._num_read :].tolist()
+        # Asked first: another thread may be stepping, and the reason comes after the last id.
         self.has_ended = seq.finish_reason is not None
+        new_ids = seq.token_ids[self._num_read :].tolist()
         if not new_ids and not self.has_ended:
             return None
         self._num_read += len(new_ids)

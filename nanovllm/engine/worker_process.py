@@ -8,7 +8,7 @@ import pickle
 import shutil
 import traceback
 from contextlib import suppress
-from multiprocessing import parent_process
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -22,6 +22,21 @@ from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import PeerLostError
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerArguments:
+    """What a worker process is to be.
+
+    config: the engine's, for this rank. num_threads: of the CPU.
+    store_file: through which the ranks find each other. channel: from rank 0.
+    """
+
+    config: Config
+    rank: int
+    num_threads: int
+    store_file: str
+    channel: Channel
+
+
 def connect(config: Config, rank: int, store_file: str) -> TPGroup:
     """Meets the other ranks. Hidden states of one step are what they will often exchange."""
     token_bytes = config.hf_config.hidden_size * config.torch_dtype.itemsize
@@ -30,22 +45,25 @@ def connect(config: Config, rank: int, store_file: str) -> TPGroup:
     return TPGroup.connect(rank, size, store_file, config.torch_device, exchange_shape)
 
 
-def worker_main(
-    config: Config,
-    rank: int,
-    num_threads: int,
-    store_file: str,
-    channel: Channel,
-    pipe: Connection,
-) -> None:
-    """Runs a worker process: it reports that it is there, builds its runner, and serves it."""
-    watcher = Thread(target=_exit_with_parent, args=(pipe, Path(store_file).parent), daemon=True)
+def start(pipe_fd: int, parent_id: int) -> None:
+    """Runs a worker process: it reports that it is there, builds its runner, and serves it.
+
+    pipe_fd: the file descriptor of the pipe to the parent, which sends the `WorkerArguments`.
+    """
+    pipe = Connection(pipe_fd)
+    try:
+        arguments: WorkerArguments = pipe.recv()
+    except EOFError:  # the parent has gone
+        os._exit(1)
+    config, rank, store_file = arguments.config, arguments.rank, arguments.store_file
+    watched = pipe, parent_id, Path(store_file).parent
+    watcher = Thread(target=_exit_with_parent, args=watched, daemon=True)
     watcher.start()
     try:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(arguments.num_threads)
         if config.torch_device.type == "cuda":
             torch.cuda.set_device(config.torch_device)
-        receiver = Receiver(channel, rank - 1)
+        receiver = Receiver(arguments.channel, rank - 1)
         pipe.send(("", False))
         serve(ModelRunner(config, connect(config, rank, store_file)), receiver)
     except BaseException as error:
@@ -65,12 +83,10 @@ def serve(runner: ModelRunner, receiver: Receiver) -> None:
         getattr(runner, method)(*arguments)
 
 
-def _exit_with_parent(pipe: Connection, directory: Path) -> None:
+def _exit_with_parent(pipe: Connection, parent_id: int, directory: Path) -> None:
     """Ends this process when its parent ends, whatever the main thread waits for."""
-    parent = parent_process()
-    assert parent is not None
-    with suppress(OSError):  # nothing is ever sent; children of the parent's may hold the pipe too
-        while not pipe.poll(1) and os.getppid() == parent.pid:
+    with suppress(OSError):  # nothing more is sent; children of the parent's may hold the pipe too
+        while not pipe.poll(1) and os.getppid() == parent_id:
             pass
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

@@ -3,24 +3,19 @@
 import os
 import pickle
 import shutil
-import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for_any
-from multiprocessing.process import BaseProcess
-from threading import Thread
+from contextlib import suppress
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.ipc import Sender
-from nanovllm.engine.worker_process import connect, worker_main
+from nanovllm.engine.rank_process import RankProcess, wait_for_end_of_any
+from nanovllm.engine.worker_process import WorkerArguments, connect
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_links import GPULinks
 from nanovllm.utils.waiting import Check
@@ -38,10 +33,9 @@ class RankDiedError(RuntimeError):
 class Worker:
     """One worker process as the parent sees it, and what has become of it."""
 
-    def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
+    def __init__(self, rank: int, process: RankProcess) -> None:
         self.rank = rank
         self.process = process
-        self.pipe = pipe
         self.is_ready = False
         self.failure: RankDiedError | None = None
         self.has_lost_peer = False
@@ -49,10 +43,11 @@ class Worker:
     def look(self) -> None:
         """Takes note of what the worker has sent and whether it has ended."""
         report = ""
-        has_ended = not self.process.is_alive()  # asked first: what it sent before is then there
+        has_ended = self.process.exitcode is not None  # asked first: what it sent is then there
+        pipe = self.process.pipe
         try:
-            while not report and self.pipe.poll():
-                report, self.has_lost_peer = self.pipe.recv()
+            while not report and pipe.poll():
+                report, self.has_lost_peer = pipe.recv()
                 self.is_ready = True
         except (EOFError, OSError):
             has_ended = True
@@ -80,26 +75,14 @@ class Workers:
         self._sender = Sender(size - 1)
         self._directory = tempfile.mkdtemp(prefix="nanovllm-")
         store_file = os.path.join(self._directory, "store")
-        context = get_context("spawn")
+        channel = self._sender.channel
+        num_threads = max(torch.get_num_threads() // size, 1)
         for rank in range(1, size):
-            pipe, workers_pipe = context.Pipe()
-            process = context.Process(
-                target=worker_main,
-                args=(
-                    config.on_rank(rank),
-                    rank,
-                    max(torch.get_num_threads() // size, 1),
-                    store_file,
-                    self._sender.channel,
-                    workers_pipe,
-                ),
-                name=f"nanovllm-rank-{rank}",
-                daemon=True,
+            process = RankProcess("nanovllm.engine.worker_process", fds=(channel.fd,))
+            self._workers.append(Worker(rank, process))
+            process.send(
+                WorkerArguments(config.on_rank(rank), rank, num_threads, store_file, channel)
             )
-            self._workers.append(Worker(rank, process, pipe))
-            with _interrupts_blocked():
-                process.start()
-            workers_pipe.close()  # the worker's copy is the only one: its end is the worker's end
         while not all(worker.is_ready for worker in self._workers):
             self.check()
             time.sleep(POLL_SECONDS)
@@ -170,13 +153,13 @@ class Workers:
             if gently and not self._failures():
                 self._ask_to_exit()
         finally:
-            processes = [w.process for w in self._workers if w.process.pid is not None]
+            processes = [worker.process for worker in self._workers]
             for process in processes:
                 process.kill()
             for process in processes:
                 process.join(EXIT_SECONDS)
-            for worker in self._workers:
-                worker.pipe.close()
+            for process in processes:
+                process.close()
             self._workers.clear()
             if self._sender is not None:
                 self._sender.close()
@@ -190,9 +173,14 @@ class Workers:
         """
         group, self._group = self._group, None
         watcher, self._watcher = self._watcher, None
+        # A garbage collection in the watching thread may end an engine whose links it would abort.
+        is_watcher = watcher is current_thread()
         if group is not None and group.links is not None:
-            group.links.close()
-        if watcher is not None:
+            if is_watcher:
+                group.links.end()
+            else:
+                group.links.close()
+        if watcher is not None and not is_watcher:
             # Were it to drop NCCL after the interpreter's end has begun, the process would abort.
             watcher.join(LAST_SECONDS)
 
@@ -207,7 +195,7 @@ class Workers:
             with suppress(TimeoutError):
                 self.send("exit", check=check)
         for worker in self._workers:
-            worker.process.join(max(deadline - time.monotonic(), 0))
+            worker.process.join(deadline - time.monotonic())
 
 
 def _end_links(future: "Future[TPGroup]") -> None:
@@ -215,24 +203,13 @@ def _end_links(future: "Future[TPGroup]") -> None:
         links.end()
 
 
-def _abort_with_first(processes: list[BaseProcess], links: GPULinks | None) -> None:
+def _abort_with_first(processes: list[RankProcess], links: GPULinks | None) -> None:
     """Aborts the links between the GPUs as soon as a worker has ended, however it did.
 
     Otherwise this GPU would wait for the other one without end, and the host for this GPU.
     """
     if links is None:
         return
-    wait_for_any([process.sentinel for process in processes])
+    wait_for_end_of_any(processes)
     with suppress(RuntimeError):  # NCCL may have found out itself
         links.abort()
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Starts processes that never get a Ctrl-C: the parent handles it for all."""
-    resource_tracker.ensure_running()  # process.start() would, and then unblock them
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

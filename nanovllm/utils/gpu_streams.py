@@ -13,8 +13,10 @@ _idle: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns a stream of this device that no other engine uses."""
-    idle = _idle[device]
-    return idle.pop() if idle else torch.cuda.Stream(device)
+    try:  # rather than ask first: another thread may take the last one
+        return _idle[device].pop()
+    except IndexError:
+        return torch.cuda.Stream(device)
 
 
 def give_back_stream(stream: torch.cuda.Stream) -> None:

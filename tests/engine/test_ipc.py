@@ -63,12 +63,12 @@ def digest(message: bytes) -> bytes:
 
 @contextmanager
 def receivers(
-    sender: Sender, count: int, pauses: list[float], method: str = "fork", may_begin: bool = True
+    sender: Sender, count: int, pauses: list[float], may_begin: bool = True
 ) -> Iterator[list[Connection]]:
     """Starts a process per pause that receives `count` messages and returns them through its pipe.
     Unless `may_begin`, each process starts to receive only after something is sent through its
     pipe."""
-    context = get_context(method)
+    context = get_context("fork")
     processes, pipes = [], []
     for index, pause in enumerate(pauses):
         pipe, theirs = context.Pipe()
@@ -115,11 +115,11 @@ def test_three_receivers_of_different_speed_get_everything_in_order() -> None:
     sender.close()
 
 
-def test_spawned_receiver_and_messages_larger_than_the_whole_segment() -> None:
+def test_messages_larger_than_the_whole_segment() -> None:
     sender = Sender(1)
     larger = random.Random(1).randbytes(3 * NUM_SLOTS * SLOT_BYTES + 12345)
     messages = [b"first", larger, b"", larger[::-1], b"last"]
-    with receivers(sender, len(messages), [0], method="spawn") as (pipe,):
+    with receivers(sender, len(messages), [0]) as (pipe,):
         for message in messages:
             sender.send(message, patient)
         assert result(pipe) == [digest(message) for message in messages]

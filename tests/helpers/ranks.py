@@ -11,8 +11,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.workers import Worker
 from tests.helpers.engines import Ids, make_llm
+from tests.helpers.warm_processes import NAME
 
 NUM_MIXED_TOKENS = 16
+WORKER = "worker_process import start"  # in the command line of a rank
 # These sums exceed the memory that GPUs share for small ones, so every way to sum is used.
 LONG = [[token % 500 for token in range(i, i + 900)] for i in range(8)]
 LONG_SIZES = {"max_model_len": 1024, "num_kvcache_blocks": 2048}
@@ -32,7 +34,7 @@ def parts(llm: LLM) -> tuple[Any, list[Worker]]:
 def worker_processes() -> list[psutil.Process]:
     """Returns the children of this process that are ranks."""
     children = psutil.Process().children()
-    return [c for c in children if "spawn_main" in " ".join([c.name(), *c.cmdline()])]
+    return [c for c in children if WORKER in " ".join(c.cmdline()) or c.name() == NAME]
 
 
 def mixed_params(count: int) -> list[SamplingParams]:

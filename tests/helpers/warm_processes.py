@@ -1,9 +1,9 @@
 """Starts the processes of ranks and engines from one that has imported torch and nanovllm already.
 
-multiprocessing's "spawn" lets each process import them again, which takes seconds of a core. Here a
-server has done so; it forks for each process twice, so that Linux makes the second fork a child of
-the process that asked, as a spawned one is. It has no thread and has run nothing, so a fork begins
-as a new process does. Scripts that tests run as users do still spawn theirs.
+A new process imports them again, which takes seconds of a core. Here a server has done so; it forks
+for each process twice, so that Linux makes the second fork a child of the process that asked, as a
+new one is. It has no thread and has run nothing, so a fork begins as a new process does. Scripts
+that tests run as users do still start theirs.
 """
 
 import ctypes
@@ -16,19 +16,46 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing import util
 from threading import Lock
 
 PACKAGES = ("nanovllm.batch.engine_processes", "nanovllm.engine.worker_process", "pytest")
 CPU_KERNELS = "nanovllm.kernels.cpu"  # need numba
-NAME = "spawn_main"  # of the processes, as in the command of one that multiprocessing spawns
+NAME = "warm-process"
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 MAX_BYTES = 1 << 17  # of a request, which is mostly the environment
 MAX_FILES = 64
 
 
+class WarmProcess:
+    """Does what `RankProcess` wants of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class WarmProcesses:
-    """Takes the place of `multiprocessing.util.spawnv_passfds`."""
+    """Takes the place of what starts processes in multiprocessing and for ranks."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -36,11 +63,17 @@ class WarmProcesses:
         self._server: subprocess.Popen[bytes] | None = None
         self._spawn = util.spawnv_passfds
 
-    def start(self, path: bytes, arguments: list[str], files: list[int]) -> int:
-        """Starts a process with the open `files`, under the same numbers, and returns its id."""
-        program = arguments[-2]
+    def spawn(self, path: bytes, arguments: list[str], files: list[int]) -> int:
+        """Does what `multiprocessing.util.spawnv_passfds` does."""
         if arguments[-1] != "--multiprocessing-fork":  # the resource tracker
             return self._spawn(path, arguments, files)
+        return self._start(arguments[-2], files)
+
+    def start_rank(self, code: str, files: tuple[int, ...]) -> WarmProcess:
+        return WarmProcess(self._start(code, files))
+
+    def _start(self, program: str, files: Sequence[int]) -> int:
+        """Starts a process with the open `files`, under the same numbers, and returns its id."""
         numbers = sorted({0, 1, 2, *files})
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         request = pickle.dumps((program, numbers, dict(os.environ), os.getcwd(), mask, os.getpid()))

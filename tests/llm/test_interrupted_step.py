@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.engines import GREEDY, NUM_TOKENS, Ids, greedy_ids, make_paged_llm
 
 
-@pytest.mark.parametrize("method", ["schedule", "_release", "_finish_if_ended", "_batch"])
+@pytest.mark.parametrize("method", ["schedule", "_release", "_end", "_batch"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_interrupt_within_the_bookkeeping(tiny_qwen3: Path, method: str, number: int) -> None:
     """Ctrl-C is not deferred in a loop of `step`, but every request still ends, with the right

@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.helpers.faults import SOON, STARTING, until
+from tests.helpers.ranks import WORKER
 
 SCRIPT = ROOT / "tests" / "helpers" / "parallel_script.py"
 UNGUARDED = """
@@ -21,6 +22,19 @@ from nanovllm import LLM
 print("starting", flush=True)
 llm = LLM(sys.argv[1], device="cpu", max_model_len=64, tensor_parallel_size=2)
 """
+IN_A_POOL = """
+import multiprocessing, sys
+from nanovllm import LLM, SamplingParams
+def work(model):
+    global llm
+    llm = LLM(model, device="cpu", max_model_len=64, tensor_parallel_size=2)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    return len(llm.generate([[1, 2]], params, use_tqdm=False)[0]["token_ids"])
+multiprocessing.set_start_method("fork")
+print("starting", flush=True)
+with multiprocessing.Pool(1) as pool:
+    print("ready", pool.apply(work, sys.argv[1:2]), flush=True)
+"""
 Run = Callable[..., "Script"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)]
 
@@ -28,13 +42,16 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)]
 class Script:
     """Runs a script in a process session of its own, as in a terminal."""
 
-    def __init__(self, args: list[str], directory: Path) -> None:
+    def __init__(self, args: list[str], directory: Path, stdin: str | None) -> None:
         self.directory = directory
         self.log = directory / "stderr"
-        with self.log.open("w") as log:
+        source = directory / "stdin"
+        source.write_text(stdin or "")
+        with self.log.open("w") as log, source.open() as read:
             self.process = subprocess.Popen(
                 [sys.executable, *args],
                 env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+                stdin=read,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 encoding="utf-8",
@@ -47,7 +64,7 @@ class Script:
 
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [child for child in children if WORKER in " ".join(child.cmdline())]
 
     def ctrl_c(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)
@@ -86,9 +103,14 @@ def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
     """Provides a function that starts the script on the tiny model."""
     scripts: list[Script] = []
 
-    def start(what: str = "", script: str | Path = SCRIPT, device: str = "cpu") -> Script:
-        args = [*str(script).split("\0"), str(tiny_qwen3), what, device]
-        scripts.append(Script(args, tmp_path))
+    def start(
+        what: str = "",
+        script: str | Path = SCRIPT,
+        device: str = "cpu",
+        stdin: str | None = None,
+    ) -> Script:
+        args = [str(script), str(tiny_qwen3), what, device]
+        scripts.append(Script(args, tmp_path, stdin))
         return scripts[-1]
 
     yield start
@@ -116,22 +138,25 @@ def start_loading(run: Run, seconds: float) -> Script:
     return script
 
 
-def test_ends_without_exit_and_needs_no_guard_where_there_is_no_file(run: Run) -> None:
-    script = run(script=f"-c\0{UNGUARDED}")
-    script.process.wait(STARTING)
+def test_needs_no_guard_and_no_exit(run: Run, tmp_path: Path) -> None:
+    """The workers never import the script again."""
+    path = tmp_path / "unguarded.py"
+    path.write_text(UNGUARDED)
+    script = run(script=path)
+    output, _ = script.process.communicate(timeout=STARTING)
+    assert output.splitlines() == ["starting"]
     assert script.check_gone() == ""
     assert script.process.returncode == 0
 
 
-def test_without_guard_it_is_told_so(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "unguarded.py").write_text(UNGUARDED)
-    script = run(script=tmp_path / "unguarded.py")
+def test_needs_no_file_no_start_method_and_may_start_in_a_daemonic_process(run: Run) -> None:
+    """The script comes from stdin, sets a start method, and makes the engine in a pool's process,
+    which may have no children by multiprocessing, and which the pool ends by a signal."""
+    script = run(script="-", stdin=IN_A_POOL)
     output, _ = script.process.communicate(timeout=STARTING)
-    assert output.splitlines() == ["starting"] * 2, "the worker got no further"
-    errors = script.check_gone()
-    assert 'put its main part under `if __name__ == "__main__":`' in errors
-    assert "RankDiedError: tensor-parallel rank 1 ended with exit code 1" in errors
-    assert script.process.returncode == 1
+    assert output.splitlines() == ["starting", "ready 5"], script.log.read_text()
+    script.check_gone()
+    assert script.process.returncode == 0
 
 
 @pytest.mark.parametrize("seconds", [0, 1.2])

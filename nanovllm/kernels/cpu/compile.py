@@ -8,7 +8,7 @@ the work to do, from 0 on. Parts may run at the same time, so they write to diff
 import functools
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
+from importlib.resources import files
 from types import FunctionType
 from typing import Any
 
@@ -17,8 +17,10 @@ from numba import cfunc, types
 
 from nanovllm.kernels.cpu.storage import STORAGE
 
-_SOURCES = sorted(Path(__file__).parent.glob("*.py"))
-VERSION = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()[:16]
+# Read as resources, which may lie in a zip file.
+_FILES = sorted(files(__package__).iterdir(), key=lambda file: file.name)
+_SOURCES = [file.read_bytes() for file in _FILES if file.name.endswith(".py")]
+VERSION = hashlib.sha256(b"".join(_SOURCES)).hexdigest()[:16]
 
 Kernel = Callable[..., None]
 

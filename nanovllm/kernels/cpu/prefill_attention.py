@@ -63,7 +63,13 @@ def plan_prefill(
         panel += num_panels
     kv_heads, head_dim = kv_shape
     size = panel * WIDTH * kv_heads * (head_dim + _padded(head_dim))
-    return PrefillPlan(torch.tensor(keys), torch.tensor(queries), tables, torch.empty(size), panel)
+    return PrefillPlan(
+        torch.tensor(keys),
+        torch.tensor(queries),
+        tables,
+        torch.empty(size, dtype=torch.float32),
+        panel,
+    )
 
 
 def _padded(head_dim: int) -> int:
