@@ -70,7 +70,7 @@ class LocalEngine(LLM):
             token_ids = self._prompts.token_ids(prompt, "prompt")
             checked = [(token_ids, request.sampling_params)]
             firsts: list[Sequence] = []
-            self._visit(lambda: self._enqueue(checked, self._caller.ended, firsts))
+            self._visit(lambda: self._requests.queue(checked, self._caller.ended, firsts))
             self._rows[firsts[0].request_id] = index
         except (TypeError, ValueError) as error:
             self._refused.append((index, str(error)))
