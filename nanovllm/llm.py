@@ -5,9 +5,10 @@ from typing import Any
 
 from nanovllm.engine.chat import Conversation, TemplateOptions, as_conversations, chat_token_ids
 from nanovllm.engine.interrupts import deferred_interrupt
-from nanovllm.engine.llm_engine import Checked, LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_batch
+from nanovllm.engine.requests import Checked
 from nanovllm.engine.results import completion_output, request_output
 from nanovllm.engine.seeds import sample_seed
 from nanovllm.engine.sequence import Sequence
@@ -132,7 +133,7 @@ class LLM(LLMEngine):
         outputs: dict[int, CompletionOutput] = {}
         try:
             with deferred_interrupt() as raise_if_interrupted:
-                self._visit(lambda: self._enqueue(requests, caller.ended, caller.firsts))
+                self._visit(lambda: self._requests.queue(requests, caller.ended, caller.firsts))
                 num_samples = sum(params.n for _, params in requests)
                 with Progress(len(requests), use_tqdm) as progress:
                     while len(outputs) < num_samples:
@@ -154,7 +155,7 @@ class LLM(LLMEngine):
         self._check_open()
         caller = Caller(wants_all_steps=True)
         try:
-            self._visit(lambda: self._enqueue(requests, caller.ended, caller.firsts))
+            self._visit(lambda: self._requests.queue(requests, caller.ended, caller.firsts))
             streamed = [
                 StreamedRequest(i, seq, self._decoder) for i, seq in enumerate(caller.firsts)
             ]

@@ -70,7 +70,7 @@ class LocalEngine(LLM):
             token_ids = self._prompts.token_ids(prompt, "prompt")
             checked = [(token_ids, request.sampling_params)]
             firsts: list[Sequence] = []
-            self._visit(lambda: self._enqueue(checked, self._caller.ended, firsts))
+            self._visit(lambda: self._requests.queue(checked, self._caller.ended, firsts))
             self._rows[firsts[0].request_id] = index
         except (TypeError, ValueError) as error:
             self._refused.append((index, str(error)))
@@ -90,6 +90,11 @@ class LocalEngine(LLM):
         return answers
 
     def _chat_token_ids(self, request: Request) -> list[int]:
+        if request.tools and "tools" not in str(getattr(self.tokenizer, "chat_template", "")):
+            raise ValueError(
+                "the body has tools, and the checkpoint's chat template has no place for them; "
+                'remove them, or pass "tool_choice": "none"'
+            )
         options: TemplateOptions = {
             "chat_template": None,
             "add_generation_prompt": True,

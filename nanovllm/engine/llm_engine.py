@@ -1,6 +1,5 @@
 """The request lifecycle and the step loop: check, schedule, launch, complete."""
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,8 +17,8 @@ from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.interrupts import deferred_interrupt
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Prompt, PromptReader
+from nanovllm.engine.requests import Requests
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import check_tokenizer, load_tokenizer, stop_token_ids
 from nanovllm.engine.turns import Caller, Turns
@@ -30,7 +29,6 @@ from nanovllm.utils.given_weights import GivenWeights
 from nanovllm.utils.shown import shown
 
 Runner = ModelRunner | TensorParallelExecutor
-Checked = list[tuple["array[int]", SamplingParams]]  # requests
 T = TypeVar("T")
 
 
@@ -70,13 +68,10 @@ class LLMEngine:
             text_decoder=self._decoder,
         )
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
-        self._num_requests = 0
-        self._num_sequences = 0
-        self._unreported: dict[int, Sequence] = {}  # ended, but not yet returned by step()
+        self._requests = Requests(self.scheduler, self.config)
         self._turns = Turns()
         self._is_whole = True  # no use of the state below has been cut short
         self._is_closed = False
-        self._aborts: deque[int] = deque()  # sequences to drop at the next chance
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queues one request and returns its id. With n > 1, sample i has the id plus i.
@@ -88,7 +83,7 @@ class LLMEngine:
         token_ids = self._prompts.token_ids(prompt, "prompt")
         firsts: list[Sequence] = []
         request = token_ids, sampling_params
-        self._visit(lambda: self._enqueue([request], self._unreported, firsts))
+        self._visit(lambda: self._requests.queue([request], self._requests.unreported, firsts))
         return firsts[0].seq_id
 
     def abort(self, seq_id: int) -> None:
@@ -100,7 +95,7 @@ class LLMEngine:
         """
         if not isinstance(seq_id, int) or isinstance(seq_id, bool):
             raise TypeError(f"seq_id must be an int that add_request returned, got {shown(seq_id)}")
-        if not 0 <= seq_id < self._num_sequences:
+        if not 0 <= seq_id < self._requests.num_sequences:
             raise ValueError(f"seq_id must be an id that add_request returned, got {shown(seq_id)}")
         self._check_process()
         self._abort(self.scheduler.unfinished_samples(seq_id))
@@ -117,8 +112,7 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Whether every request has ended and been returned by `step`."""
         self._check_process()
-        # In this order: another thread may be moving one from each of these to the next.
-        return self.scheduler.is_finished() and not self.scheduler.ended and not self._unreported
+        return self._requests.are_all_reported
 
     def reset_prefix_cache(self) -> None:
         """Forgets all K/V that later prompts could find; what runs keeps its own."""
@@ -160,8 +154,7 @@ class LLMEngine:
             return  # a signal handler's call: what it interrupts comes to an end first
         with self._turns.door, self._turns.room:
             self._mend()
-            self._mark_aborted(self.scheduler.abort_all())
-            self._unreported.clear()
+            self._requests.drop_all()
             if self._runner is not None:
                 self._runner.exit()
                 self._runner = None
@@ -212,11 +205,12 @@ class LLMEngine:
         if not self._is_whole:
             self._in_flight.clear()
             self.scheduler.recover()
-            self._deliver_ended()
+            self._requests.deliver_ended()
             self._is_whole = True
-        if self._aborts:
+        if self._requests.has_some_to_drop:
             self._is_whole = False
-            self._drop_aborted()
+            self._requests.drop_asked()
+            self._forget_idle_steps()
             self._is_whole = True
 
     def _step(self) -> ScheduledBatch | None:
@@ -234,15 +228,16 @@ class LLMEngine:
             return None
         completed, handle = self._in_flight.popleft()
         self.scheduler.postprocess(completed, handle.token_ids(), handle.logprobs())
-        self._deliver_ended()
+        self._requests.deliver_ended()
         self._forget_idle_steps()
         self._turns.note_step()
         return completed
 
     def _reported_step(self) -> tuple[list[tuple[int, list[int]]], int]:
         batch = self._step()
-        ended = [(i, seq.completion_token_ids) for i, seq in self._unreported.items()]
-        self._unreported.clear()
+        unreported = self._requests.unreported
+        ended = [(i, seq.completion_token_ids) for i, seq in unreported.items()]
+        unreported.clear()
         return ended, (batch.num_prefilled or -batch.num_decoded if batch else 0)
 
     def _replace_weights(self, source: Checkpoint | GivenWeights) -> int:
@@ -259,12 +254,6 @@ class LLMEngine:
                 raise
         return self.scheduler.num_unfinished
 
-    def _deliver_ended(self) -> None:
-        for seq in self.scheduler.ended:
-            assert seq.outbox is not None
-            seq.outbox[seq.seq_id] = seq
-        self.scheduler.ended.clear()
-
     def _abort(self, seq_ids: Iterable[int]) -> None:
         """Drops sequences, except those that have ended.
 
@@ -273,51 +262,16 @@ class LLMEngine:
         """
         if self._turns.is_elsewhere:  # in a forked child, which has a copy of the requests
             return
-        self._aborts.extend(seq_ids)
+        self._requests.ask_to_drop(seq_ids)
         if not self._turns.is_inside:
             with self._turns.door, self._turns.room:
                 self._mend()
-
-    def _drop_aborted(self) -> None:
-        seq_ids = list(self._aborts)
-        self._mark_aborted(self.scheduler.abort(seq_ids))
-        for _ in seq_ids:  # only now: should this be cut short, it is done again
-            self._aborts.popleft()
-        self._forget_idle_steps()
-
-    def _mark_aborted(self, seqs: list[Sequence]) -> None:
-        """Tells the callers, except those of `step`, which never returns what has been aborted."""
-        for seq in seqs:
-            seq.finish_reason = "abort"
-            if seq.outbox is not None and seq.outbox is not self._unreported:
-                seq.outbox[seq.seq_id] = seq
 
     def _forget_idle_steps(self) -> None:
         """Forgets the step in flight once no request is left: nobody needs its ids."""
         if self.scheduler.is_finished():
             self._in_flight.clear()
             self.scheduler.forget_steps_in_flight()
-
-    def _enqueue(
-        self, requests: Checked, outbox: dict[int, Sequence], firsts: list[Sequence]
-    ) -> None:
-        """Queues checked requests and adds the first sample of each to `firsts`.
-
-        outbox: takes the samples as they end, by id.
-        """
-        for token_ids, params in requests:
-            seq = Sequence(
-                self._num_sequences,
-                token_ids,
-                params,
-                max_model_len=self.config.max_model_len,
-                seed=request_seed(params.seed, self.config.seed, self._num_requests),
-                outbox=outbox,
-            )
-            self._num_sequences += params.n
-            self._num_requests += 1
-            firsts.append(seq)
-            self.scheduler.add(seq)
 
     def _check_sampling_params(self, params: object, what: str) -> None:
         """Raises an error that calls the parameters `what` if this model cannot serve them."""

@@ -161,7 +161,7 @@ def test_abort_and_close_by_another_thread(llm: LLM) -> None:
     # A request of generate that somebody aborts ends that call.
     call = in_thread(lambda: ids_of(llm, [8, 9], max_tokens=50))
     wait_until_running(llm, 1)
-    llm.abort(llm._num_sequences - 1)
+    llm.abort(llm._requests.num_sequences - 1)
     error = call.exception(SOON)
     assert error is None or "has been aborted" in str(error)
 
