@@ -17,10 +17,10 @@ from nanovllm.models.supported import check_sizes
 from nanovllm.sampling_params import MAX_SEED
 from nanovllm.utils.hub import checkpoint_dir
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching")
+BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching", "request_metrics")
 MAX_NUM_BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}  # a step of so many takes a second or two
 
 
@@ -49,6 +49,8 @@ class Config:
     enable_prefix_caching: True reuses the K/V of prompts that start alike.
     async_scheduling: True launches a step before the ids of the one before it are read. "auto" does
         so on a GPU; on a CPU, which computes a step while it launches it, that brings nothing.
+    request_metrics: True adds to each result how long its request queued, waited for its first
+        token, and took.
     revision: branch, tag or commit of a model id; None is its main branch.
 
     Derived are `hf_config`, `tie_word_embeddings` (None where config.json has no such flag),
@@ -71,6 +73,7 @@ class Config:
     seed: int = 0
     enable_prefix_caching: bool = True
     async_scheduling: bool | str = "auto"
+    request_metrics: bool = False
     revision: str | None = None
     hf_config: PretrainedConfig = field(init=False, repr=False)
     tie_word_embeddings: bool | None = field(init=False)

@@ -6,15 +6,30 @@ FinishReason = Literal["stop", "length", "abort"]
 Logprobs = dict[int, float]  # id -> log probability: the token itself, then the most likely ids
 
 
+class RequestTimes(TypedDict):
+    """Seconds since a request was added.
+
+    queued: until a step first computed some of its prompt.
+    first_token: until its first token was read.
+    total: until it ended.
+    """
+
+    queued: float
+    first_token: float
+    total: float
+
+
 class _Asked(TypedDict, total=False):
-    """What a result has only if its `SamplingParams` ask for it.
+    """What a result has only if its `SamplingParams` or the engine's keywords ask for it.
 
     logprobs: one dict for each completion token.
     prompt_logprobs: one dict for each prompt token, None for the first.
+    metrics: with `request_metrics=True`.
     """
 
     logprobs: list[Logprobs]
     prompt_logprobs: list[Logprobs | None]
+    metrics: RequestTimes
 
 
 class CompletionOutput(_Asked):

@@ -1,9 +1,11 @@
 """The request lifecycle and the step loop: check, schedule, launch, complete."""
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from nanovllm.engine.checkpoint_check import check_checkpoint
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.interrupts import deferred_interrupt
+from nanovllm.engine.metrics import Metrics, MetricsRecorder
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import Prompt, PromptReader
+from nanovllm.engine.request_times import RequestTimer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
@@ -26,6 +30,8 @@ from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.given_weights import GivenWeights
 
+logger = logging.getLogger("nanovllm")
+
 Runner = ModelRunner | TensorParallelExecutor
 
 
@@ -33,6 +39,7 @@ class LLMEngine:
     """Serves requests on one model. Its keywords are the fields of `Config`."""
 
     def __init__(self, model: str, **kwargs: Any) -> None:
+        start = perf_counter()
         self.config = Config.from_kwargs(model, **kwargs)
         check_checkpoint(self.config)
         self.tokenizer = load_tokenizer(self.config.model)
@@ -57,10 +64,15 @@ class LLMEngine:
             finds_prefix_groups=self._runner.reads_prefixes_once,
             text_decoder=self._decoder,
         )
-        self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
+        timer = RequestTimer() if self.config.request_metrics else None
+        self._metrics = MetricsRecorder(self.scheduler, timer)
+        # Launched, not read: the step, what will have its ids, and when it was scheduled.
+        self._in_flight: deque[tuple[ScheduledBatch, StepHandle, float]] = deque()
         self._num_requests = 0
         self._num_sequences = 0
         self._unreported: list[Sequence] = []  # ended, but not yet returned by step()
+        seconds = perf_counter() - start
+        logger.info("%s, ready after %.1f s", self._runner.description, seconds)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queues one request and returns its id. With n > 1, sample i has the id plus i.
@@ -99,6 +111,11 @@ class LLMEngine:
         """Whether every request has ended and been returned by `step`."""
         return self.scheduler.is_finished() and not self._unreported
 
+    def metrics(self) -> Metrics:
+        """Returns what the engine has done since it was made, as plain numbers; `Metrics` says what
+        each means."""
+        return self._metrics.report()
+
     def reset_prefix_cache(self) -> None:
         """Forgets all K/V that later prompts could find; what runs keeps its own."""
         self._check_open()
@@ -116,7 +133,7 @@ class LLMEngine:
         runner = self._check_open()
         if not self.scheduler.is_finished():
             raise RuntimeError(
-                f"{self.scheduler.num_unfinished} requests still run on the old weights; let them "
+                f"{len(self.scheduler.unfinished)} requests still run on the old weights; let them "
                 "end, or abort them, before update_weights"
             )
         if isinstance(weights, str | Path):
@@ -132,7 +149,7 @@ class LLMEngine:
 
         Any other method raises `RuntimeError` afterwards.
         """
-        _mark_aborted(self.scheduler.abort_all())
+        self._mark_aborted(self.scheduler.abort_all())
         self._in_flight.clear()
         self._unreported.clear()
         if self._runner is not None:
@@ -146,27 +163,30 @@ class LLMEngine:
         forgotten and all residents start afresh.
         """
         runner = self._check_open()
+        start = perf_counter()
         try:
             batch = self.scheduler.schedule()
             if batch is not None:
-                self._in_flight.append((batch, runner.launch(batch)))
+                self._metrics.scheduled(batch)
+                self._in_flight.append((batch, runner.launch(batch), start))
             # One step stays in flight, unless nothing new could be launched.
             may_wait = batch is not None and self.config.async_scheduling
             if not self._in_flight or (may_wait and len(self._in_flight) == 1):
                 return None
-            completed, handle = self._in_flight.popleft()
+            completed, handle, start = self._in_flight.popleft()
             ended = self.scheduler.postprocess(completed, handle.token_ids(), handle.logprobs())
         except BaseException:
             self._in_flight.clear()
-            _deliver(self.scheduler.recover())
+            self._deliver(self.scheduler.recover())
             raise
-        _deliver(ended)
+        self._metrics.completed(completed, start)
+        self._deliver(ended)
         self._forget_idle_steps()
         return completed
 
     def _abort(self, seq_ids: Iterable[int]) -> None:
         """Drops sequences, except those that have ended."""
-        _mark_aborted(self.scheduler.abort(list(seq_ids)))
+        self._mark_aborted(self.scheduler.abort(list(seq_ids)))
         self._forget_idle_steps()
 
     def _forget_idle_steps(self) -> None:
@@ -192,8 +212,21 @@ class LLMEngine:
         )
         self._num_requests += 1
         self._num_sequences += params.n
+        self._metrics.added(seq)
         self.scheduler.add(seq)
         return seq
+
+    def _deliver(self, ended: list[Sequence]) -> None:
+        """Counts sequences that have ended, and puts each into its caller's outbox."""
+        self._metrics.ended(ended)
+        for seq in ended:
+            assert seq.outbox is not None
+            seq.outbox.append(seq)
+
+    def _mark_aborted(self, seqs: list[Sequence]) -> None:
+        self._metrics.aborted(seqs)
+        for seq in seqs:
+            seq.finish_reason = "abort"
 
     def _check_sampling_params(self, params: object, what: str) -> None:
         """Raises an error that calls the parameters `what` if this model cannot serve them."""
@@ -220,14 +253,3 @@ def make_runner(config: Config) -> Runner:
     if config.tensor_parallel_size == 1:
         return ModelRunner(config, TPGroup())
     return TensorParallelExecutor(config)
-
-
-def _deliver(ended: list[Sequence]) -> None:
-    for seq in ended:
-        assert seq.outbox is not None
-        seq.outbox.append(seq)
-
-
-def _mark_aborted(seqs: list[Sequence]) -> None:
-    for seq in seqs:
-        seq.finish_reason = "abort"

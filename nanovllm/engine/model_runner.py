@@ -69,6 +69,18 @@ class ModelRunner:
         return self.kv_cache.num_blocks
 
     @property
+    def description(self) -> str:
+        """What runs on what, in one line."""
+        config = self.config
+        graphs = self._captured.num_graphs if self._captured else "no"
+        return (
+            f"{config.model} on {config.torch_device}, {self.group.size} rank(s), "
+            f"{str(config.torch_dtype).removeprefix('torch.')}, attention backend "
+            f"{self.backend.name}, K/V pool of {self.num_blocks} blocks of "
+            f"{config.kvcache_block_size} tokens, {graphs} CUDA graphs"
+        )
+
+    @property
     def reads_prefixes_once(self) -> bool:
         """Whether decode steps make use of their batch's prefix groups."""
         return self._captured is not None and self._captured.reads_prefixes_once

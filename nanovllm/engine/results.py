@@ -21,6 +21,8 @@ def completion_output(seq: Sequence, decoder: TextDecoder | None) -> CompletionO
         output["logprobs"] = seq.logprobs
     if seq.prompt_logprobs is not None:
         output["prompt_logprobs"] = seq.prompt_logprobs
+    if seq.times is not None:
+        output["metrics"] = seq.times
     return output
 
 

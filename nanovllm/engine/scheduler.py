@@ -82,8 +82,9 @@ class Scheduler:
         return not self._unfinished
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._unfinished)
+    def unfinished(self) -> Collection[Sequence]:
+        """The sequences that have not ended, in no particular order."""
+        return self._unfinished.values()
 
     @property
     def num_residents(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

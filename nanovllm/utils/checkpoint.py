@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanovllm.utils.weight_files import weight_files
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
