@@ -19,26 +19,29 @@ class RequestTimes(TypedDict):
     total: float
 
 
-class _Asked(TypedDict, total=False):
-    """What a result has only if its `SamplingParams` or the engine's keywords ask for it.
+class _Optional(TypedDict, total=False):
+    """What a result has only if it failed, or if its `SamplingParams` or the engine's keywords ask.
+
+    error: why it failed, if its logits were NaN or infinite.
 
     logprobs: one dict for each completion token.
     prompt_logprobs: one dict for each prompt token, None for the first.
     metrics: with `request_metrics=True`.
     """
 
+    error: str
     logprobs: list[Logprobs]
     prompt_logprobs: list[Logprobs | None]
     metrics: RequestTimes
 
 
-class CompletionOutput(_Asked):
+class CompletionOutput(_Optional):
     """One completion of a prompt.
 
     text: the completion; empty if the checkpoint has no tokenizer, or with `detokenize=False`.
     token_ids: the completion only. A stop token is part of it, as are the tokens of a stop string.
     finish_reason: "stop" (a stop token or stop string), "length" (`max_tokens` or `max_model_len`),
-        or "abort".
+        or "abort" (see `error`).
     stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; else None.
     prompt_token_ids: the ids that were completed.
     """

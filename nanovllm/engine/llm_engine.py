@@ -19,8 +19,10 @@ from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.interrupts import deferred_interrupt
 from nanovllm.engine.metrics import Metrics, MetricsRecorder
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.numerical_error import NumericalError, not_finite
 from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.request_times import RequestTimer
+from nanovllm.engine.results import completion_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
@@ -101,8 +103,16 @@ class LLMEngine:
         Returns the samples that ended in the completed step, as (id, completion token ids), and a
         count: the prompt tokens that the step computed, or if it computed none minus the sequences
         that it decoded. It returns ([], 0) if there is no step to complete, as in the first call.
+
+        Raises `NumericalError` for samples that failed; the next call returns what ended with them.
         """
         batch = self._step()
+        failed = {f"request {seq.seq_id}": seq for seq in self._unreported if seq.error}
+        if failed:
+            self._unreported[:] = [seq for seq in self._unreported if not seq.error]
+            errors = {name: str(seq.error) for name, seq in failed.items()}
+            outputs = [completion_output(seq, self._decoder) for seq in failed.values()]
+            raise NumericalError(errors, outputs)
         ended = [(seq.seq_id, seq.completion_token_ids) for seq in self._unreported]
         self._unreported.clear()
         return ended, (batch.num_prefilled or -batch.num_decoded if batch else 0)
@@ -218,10 +228,13 @@ class LLMEngine:
 
     def _deliver(self, ended: list[Sequence]) -> None:
         """Counts sequences that have ended, and puts each into its caller's outbox."""
-        self._metrics.ended(ended)
         for seq in ended:
+            if seq.finish_reason == "abort":  # it is the step that has dropped it
+                dtype = self.config.torch_dtype
+                seq.error = not_finite(seq.num_prompt_tokens, seq.num_completion_tokens, dtype)
             assert seq.outbox is not None
             seq.outbox.append(seq)
+        self._metrics.ended(ended)
 
     def _mark_aborted(self, seqs: list[Sequence]) -> None:
         self._metrics.aborted(seqs)

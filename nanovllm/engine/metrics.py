@@ -137,7 +137,7 @@ class MetricsRecorder:
     def ended(self, seqs: Iterable[Sequence]) -> None:
         """Counts samples that have ended by themselves."""
         for seq in seqs:
-            self._count_end(str(seq.finish_reason), seq)
+            self._count_end("failed" if seq.error else str(seq.finish_reason), seq)
 
     def aborted(self, seqs: Iterable[Sequence]) -> None:
         """Counts samples that were dropped."""

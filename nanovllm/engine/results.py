@@ -17,6 +17,8 @@ def completion_output(seq: Sequence, decoder: TextDecoder | None) -> CompletionO
         "stop_reason": seq.stop_reason,
         "prompt_token_ids": seq.token_ids[: seq.num_prompt_tokens].tolist(),
     }
+    if seq.error is not None:
+        output["error"] = seq.error
     if seq.logprobs is not None:
         output["logprobs"] = seq.logprobs
     if seq.prompt_logprobs is not None:

@@ -105,14 +105,19 @@ class Scheduler:
     ) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
 
-        token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
-            before is dropped, as are its `logprobs`.
+        token_ids: one for each of `batch.sampled_seq_ids`, -1 where none could be drawn, which ends
+            the sequence as aborted. That of a sequence which had ended before is dropped, as are
+            its `logprobs`.
         """
         self._offers.popleft()
         self._note_prompt_logprobs(batch, logprobs)
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
             if seq is None:
+                continue
+            if token_id < 0:
+                seq.finish_reason = "abort"
+                self._end(seq)
                 continue
             # The step has computed the last known token; when that filled a block, publish it.
             if len(seq.token_ids) % self.block_manager.block_size == 0:

@@ -44,6 +44,7 @@ class Sequence:
     num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
     text: the completion as text, kept only for the sake of stop strings.
     finish_reason: why it has ended; None before.
+    error: where and why it failed, if its logits were no numbers.
     logprobs: for each token of the completion its log probability and those of the most likely ids;
         None unless asked for.
     prompt_logprobs: the same for each token of the prompt, None for the first; as far as computed.
@@ -52,7 +53,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "finish_reason", "logprobs", "max_num_tokens",
+        "block_hashes", "block_table", "error", "finish_reason", "logprobs", "max_num_tokens",
         "num_computed_tokens", "num_prompt_tokens", "num_published_blocks", "num_tokens", "others",
         "outbox", "prompt_logprobs", "row", "sample", "sampling_params", "seed", "seq_id",
         "stop_reason", "text", "times", "token_ids",
@@ -87,6 +88,7 @@ class Sequence:
         self.num_published_blocks = 0
         self.text: CompletionText | None = None
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
         self.stop_reason: str | int | None = None
         self.times: RequestTimes | None = None
         is_reported = sampling_params.logprobs is not None
