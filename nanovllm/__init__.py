@@ -7,8 +7,7 @@ logits were no numbers.
 
 from importlib import metadata
 
-from nanovllm.engine.numerical_error import NumericalError
-from nanovllm.llm import LLM, sample_seed
+from nanovllm.llm import LLM, NumericalError, sample_seed
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 

@@ -17,7 +17,7 @@ from nanovllm.engine.streaming import StreamedRequest
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "sample_seed"]
+__all__ = ["LLM", "NumericalError", "sample_seed"]
 
 Params = SamplingParams | list[SamplingParams] | None
 Prompts = Prompt | list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
