@@ -33,6 +33,7 @@ from nanovllm.utils.checkpoint import Checkpoint, WeightSource
 from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import check_weights, load_model, update_weights
+from nanovllm.utils.thread_pacing import ThreadPacing
 
 
 class ModelRunner:
@@ -49,6 +50,7 @@ class ModelRunner:
         self._stream: torch.cuda.Stream | None = None
         self._captured: CapturedSteps | None = None
         self._tuned_matmuls: TunedMatmuls = []
+        self._pacing = ThreadPacing() if self.device.type == "cpu" else None
         free_at_start = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -87,7 +89,7 @@ class ModelRunner:
 
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
-        with self._on_stream(), torch.inference_mode():
+        with self._on_stream(), torch.inference_mode(), self._on_threads():
             reports = StepReports()
             return self._to_host.fetch(self._sampled_ids(batch, reports), reports)
 
@@ -132,6 +134,9 @@ class ModelRunner:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
+    def _on_threads(self) -> AbstractContextManager[object]:
+        return self._pacing.step() if self._pacing else nullcontext()
 
     def _load(self) -> None:
         config = self.config
