@@ -17,9 +17,8 @@ from nanovllm.utils.devices import resolve_device, resolve_dtype
 from nanovllm.utils.hub import checkpoint_dir
 from nanovllm.utils.shown import shown
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
-BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching")
 MOST = {  # -> the largest value that is no mistake
     "max_num_batched_tokens": 2**31 - 1,
     "max_num_seqs": 65_535,  # programs of a CUDA grid along all but its first axis
@@ -27,6 +26,7 @@ MOST = {  # -> the largest value that is no mistake
     "kvcache_block_size": 2**31 - 1,
     "num_kvcache_blocks": 2**31 - 1,
 }
+BOOLEANS = ("enforce_eager", "autotune_matmul", "enable_prefix_caching", "request_metrics")
 MAX_NUM_BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}  # a step of so many takes a second or two
 
 
@@ -55,6 +55,8 @@ class Config:
     enable_prefix_caching: True reuses the K/V of prompts that start alike.
     async_scheduling: True launches a step before the ids of the one before it are read. "auto" does
         so on a GPU; on a CPU, which computes a step while it launches it, that brings nothing.
+    request_metrics: True adds to each result how long its request queued, waited for its first
+        token, and took.
     revision: branch, tag or commit of a model id; None is its main branch.
 
     Derived are `hf_config`, `tie_word_embeddings` (None where config.json has no such flag),
@@ -77,6 +79,7 @@ class Config:
     seed: int = 0
     enable_prefix_caching: bool = True
     async_scheduling: bool | str = "auto"
+    request_metrics: bool = False
     revision: str | None = None
     hf_config: PretrainedConfig = field(init=False, repr=False)
     tie_word_embeddings: bool | None = field(init=False)

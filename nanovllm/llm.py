@@ -6,6 +6,7 @@ from typing import Any
 from nanovllm.engine.chat import Conversation, TemplateOptions, as_conversations, chat_token_ids
 from nanovllm.engine.interrupts import deferred_interrupt
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.numerical_error import NumericalError
 from nanovllm.engine.progress import Progress
 from nanovllm.engine.prompts import Prompt, as_batch
 from nanovllm.engine.requests import Checked
@@ -17,7 +18,7 @@ from nanovllm.engine.turns import Caller
 from nanovllm.outputs import CompletionOutput, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "sample_seed"]
+__all__ = ["LLM", "NumericalError", "sample_seed"]
 
 Params = SamplingParams | list[SamplingParams] | None
 Prompts = Prompt | list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
@@ -50,6 +51,9 @@ class LLM(LLMEngine):
         the prompt. If a step raises, this call's requests are aborted; the engine stays usable, but
         not with several ranks. Ctrl-C takes effect between two steps and aborts them as well.
         Requests that `add_request` queued before are served along; `step` returns their results.
+
+        Raises `NumericalError`, once all others have ended, if the logits of a request were NaN or
+        infinite; its `outputs` are all results.
         """
         return self._generate(self._checked(prompts, sampling_params), use_tqdm)
 
@@ -101,6 +105,9 @@ class LLM(LLMEngine):
         ids of `generate`'s result. Text lags behind the ids where it is not certain yet: within a
         character, or where a stop string may have begun. Closing the iterator aborts the rest.
         Meanwhile other calls may use the engine; steps serve the requests of all.
+
+        A completion whose logits are NaN or infinite ends with the finish reason "abort"; then,
+        after the last item, `NumericalError` is raised.
         """
         return self._stream(self._checked(prompts, sampling_params))
 
@@ -149,7 +156,16 @@ class LLM(LLMEngine):
         finally:
             self._turns.leave(caller)
         firsts = caller.firsts
-        return [request_output([outputs[i] for i in _ids_of_samples(seq)]) for seq in firsts]
+        results = [request_output([outputs[i] for i in _ids_of_samples(seq)]) for seq in firsts]
+        errors = {
+            f"prompt {i}": sample["error"]
+            for i, result in enumerate(results)
+            for sample in result.get("outputs", [result])
+            if "error" in sample
+        }
+        if errors:
+            raise NumericalError(errors, results)
+        return results
 
     def _stream(self, requests: Checked) -> Generator[StreamOutput, None, None]:
         self._check_open()
@@ -170,12 +186,20 @@ class LLM(LLMEngine):
                 elif streamed:
                     with deferred_interrupt():
                         self._advance(caller)
+            errors = {
+                f"prompt {i}": seq.error
+                for i, first in enumerate(caller.firsts)
+                for seq in (first, *first.others)
+                if seq.error is not None
+            }
+            if errors:
+                raise NumericalError(errors)
         finally:
             self._drop(caller)
             self._turns.leave(caller)
 
     def _output(self, seq: Sequence) -> CompletionOutput:
-        if seq.finish_reason == "abort":
+        if seq.finish_reason == "abort" and seq.error is None:
             self._check_open()  # exit() aborts all
             raise RuntimeError(f"request {seq.request_id} of this call has been aborted")
         return completion_output(seq, self._decoder)

@@ -6,24 +6,42 @@ FinishReason = Literal["stop", "length", "abort"]
 Logprobs = dict[int, float]  # id -> log probability: the token itself, then the most likely ids
 
 
-class _Asked(TypedDict, total=False):
-    """What a result has only if its `SamplingParams` ask for it.
+class RequestTimes(TypedDict):
+    """Seconds since a request was added.
+
+    queued: until a step first computed some of its prompt.
+    first_token: until its first token was read.
+    total: until it ended.
+    """
+
+    queued: float
+    first_token: float
+    total: float
+
+
+class _Optional(TypedDict, total=False):
+    """What a result has only if it failed, or if its `SamplingParams` or the engine's keywords ask.
+
+    error: why it failed, if its logits were NaN or infinite.
 
     logprobs: one dict for each completion token.
     prompt_logprobs: one dict for each prompt token, None for the first.
+    metrics: with `request_metrics=True`.
     """
 
+    error: str
     logprobs: list[Logprobs]
     prompt_logprobs: list[Logprobs | None]
+    metrics: RequestTimes
 
 
-class CompletionOutput(_Asked):
+class CompletionOutput(_Optional):
     """One completion of a prompt.
 
     text: the completion; empty if the checkpoint has no tokenizer, or with `detokenize=False`.
     token_ids: the completion only. A stop token is part of it, as are the tokens of a stop string.
     finish_reason: "stop" (a stop token or stop string), "length" (`max_tokens` or `max_model_len`),
-        or "abort".
+        or "abort" (see `error`).
     stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; else None.
     prompt_token_ids: the ids that were completed.
     """

@@ -86,7 +86,9 @@ class LocalEngine(LLM):
             if len(samples) == seq.sampling_params.n:
                 del self._samples[seq.request_id]
                 output = request_output([samples[i] for i in sorted(samples)])
-                answers.append((self._rows.pop(seq.request_id), output))
+                errors = [sample["error"] for sample in samples.values() if "error" in sample]
+                answer = errors[0] if errors else output
+                answers.append((self._rows.pop(seq.request_id), answer))
         return answers
 
     def _chat_token_ids(self, request: Request) -> list[int]:

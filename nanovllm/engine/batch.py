@@ -186,7 +186,8 @@ class StepHandle(Protocol):
     """A step that has been launched and may not have ended yet."""
 
     def token_ids(self) -> list[int]:
-        """Waits for the step; returns one id for each of the batch's `sampled_seq_ids`."""
+        """Waits for the step; returns one id for each of the batch's `sampled_seq_ids`, -1 where
+        the logits were NaN or infinite."""
         ...
 
     def logprobs(self) -> StepLogprobs:

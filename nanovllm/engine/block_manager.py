@@ -60,6 +60,8 @@ class BlockManager:
         self._published: dict[int, CachedBlock] = {}  # by block id
         self._block_by_hash: dict[int, int] = {}
         self._twins: dict[int, list[int]] = {}  # by hash: other blocks with the same content
+        self.num_tokens_asked = 0  # of sequences that got their blocks
+        self.num_tokens_found = 0  # of these, by their prefix
 
     @property
     def num_free_blocks(self) -> int:
@@ -95,6 +97,8 @@ class BlockManager:
         # At least one token is computed, to sample what follows it.
         seq.num_computed_tokens = min(len(hits) * self.block_size, len(seq.token_ids) - 1)
         seq.num_published_blocks = len(hits)
+        self.num_tokens_asked += len(seq.token_ids)
+        self.num_tokens_found += seq.num_computed_tokens
         return True
 
     def fork(self, first: Sequence, other: Sequence, reserve: int = 0) -> bool:

@@ -82,6 +82,10 @@ class CapturedSteps:
     def reads_prefixes_once(self) -> bool:
         return bool(self._prefix_layouts)
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._rows_layouts) + len(self._prefix_layouts) + len(self._prefill_layouts)
+
     def num_bytes(self, steps: Steps) -> int:
         """Measures the GPU memory that `capture` will take."""
         device = self._device

@@ -42,6 +42,7 @@ class TensorParallelExecutor:
             self._fail(error)
             raise
         self.num_blocks = runner.num_blocks
+        self.description = runner.description
         self.reads_prefixes_once = runner.reads_prefixes_once
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:

@@ -13,7 +13,7 @@ from nanovllm.layers.attention import Attention, AttentionBackend, LayerCache
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.host_memory import host_memory
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
 CPU_MEMORY_SHARE = 0.25  # of what is available
 GIB = 2**30
@@ -81,7 +81,7 @@ class KVCache:
         if self._config.num_kvcache_blocks == -1:
             share = int(total * self._config.gpu_memory_utilization)
             pool_bytes = min(pool_bytes, share - used)
-            logger.info(
+            logger.debug(
                 "GPU share %.2f GiB of %.2f: %.2f in use, %.2f for steps and graphs",
                 share / GIB,
                 total / GIB,
@@ -128,7 +128,7 @@ def resolve_num_blocks(config: Config, block_bytes: int, pool_bytes: int) -> int
         num_blocks = max(min(config.max_num_seqs * need, affordable), need)
     if num_blocks < need:
         raise ValueError(_pool_too_small(config, max(num_blocks, 0), block_bytes, pool_bytes))
-    logger.info(
+    logger.debug(
         "K/V pool: %d blocks of %d tokens, %.2f GiB",
         num_blocks,
         config.kvcache_block_size,

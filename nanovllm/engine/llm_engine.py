@@ -1,8 +1,10 @@
 """The request lifecycle and the step loop: check, schedule, launch, complete."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +17,13 @@ from nanovllm.engine.construction import frees_all_if_it_fails
 from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.executor import TensorParallelExecutor
 from nanovllm.engine.interrupts import deferred_interrupt
+from nanovllm.engine.metrics import Metrics, MetricsRecorder
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.numerical_error import NumericalError
 from nanovllm.engine.prompts import Prompt, PromptReader
+from nanovllm.engine.request_times import RequestTimer
 from nanovllm.engine.requests import Requests
+from nanovllm.engine.results import completion_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import check_tokenizer, load_tokenizer, stop_token_ids
@@ -27,6 +33,8 @@ from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.given_weights import GivenWeights
 from nanovllm.utils.shown import shown
+
+logger = logging.getLogger("nanovllm")
 
 Runner = ModelRunner | TensorParallelExecutor
 T = TypeVar("T")
@@ -41,6 +49,7 @@ class LLMEngine:
 
     @frees_all_if_it_fails
     def __init__(self, model: str, **kwargs: Any) -> None:
+        start = perf_counter()
         self.config = Config.from_kwargs(model, **kwargs)
         check_checkpoint(self.config)
         self.tokenizer = load_tokenizer(self.config.model, self.config.hf_config)
@@ -67,11 +76,16 @@ class LLMEngine:
             finds_prefix_groups=self._runner.reads_prefixes_once,
             text_decoder=self._decoder,
         )
-        self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # launched, not read
-        self._requests = Requests(self.scheduler, self.config)
+        timer = RequestTimer() if self.config.request_metrics else None
+        self._metrics = MetricsRecorder(self.scheduler, timer)
+        self._requests = Requests(self.scheduler, self.config, self._metrics)
+        # Launched, not read: the step, what will have its ids, and when it was scheduled.
+        self._in_flight: deque[tuple[ScheduledBatch, StepHandle, float]] = deque()
         self._turns = Turns()
-        self._is_whole = True  # no use of the state below has been cut short
+        self._is_whole = True  # no use of the state above has been cut short
         self._is_closed = False
+        seconds = perf_counter() - start
+        logger.info("%s, ready after %.1f s", self._runner.description, seconds)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queues one request and returns its id. With n > 1, sample i has the id plus i.
@@ -106,13 +120,24 @@ class LLMEngine:
         Returns the samples that ended in the completed step, as (id, completion token ids), and a
         count: the prompt tokens that the step computed, or if it computed none minus the sequences
         that it decoded. It returns ([], 0) if there is no step to complete, as in the first call.
+
+        Raises `NumericalError` for samples that failed; the next call returns what ended with them.
         """
-        return self._visit(self._reported_step)
+        seqs, count = self._visit(self._reported_step)
+        errors = {f"request {seq.seq_id}": seq.error for seq in seqs if seq.error is not None}
+        if errors:
+            raise NumericalError(errors, [completion_output(seq, self._decoder) for seq in seqs])
+        return [(seq.seq_id, seq.completion_token_ids) for seq in seqs], count
 
     def is_finished(self) -> bool:
         """Whether every request has ended and been returned by `step`."""
         self._check_process()
         return self._requests.are_all_reported
+
+    def metrics(self) -> Metrics:
+        """Returns what the engine has done since it was made, as plain numbers; `Metrics` says what
+        each means."""
+        return self._visit(self._metrics.report)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all K/V that later prompts could find; what runs keeps its own."""
@@ -219,26 +244,33 @@ class LLMEngine:
         Each sequence that ended goes to its outbox.
         """
         runner = self._check_runner()
+        start = perf_counter()
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._in_flight.append((batch, runner.launch(batch)))
+            self._metrics.scheduled(batch)
+            self._in_flight.append((batch, runner.launch(batch), start))
         # One step stays in flight, unless nothing new could be launched.
         may_wait = batch is not None and self.config.async_scheduling
         if not self._in_flight or (may_wait and len(self._in_flight) == 1):
             return None
-        completed, handle = self._in_flight.popleft()
+        completed, handle, start = self._in_flight.popleft()
         self.scheduler.postprocess(completed, handle.token_ids(), handle.logprobs())
+        self._metrics.completed(completed, start)
         self._requests.deliver_ended()
         self._forget_idle_steps()
         self._turns.note_step()
         return completed
 
-    def _reported_step(self) -> tuple[list[tuple[int, list[int]]], int]:
+    def _reported_step(self) -> tuple[list[Sequence], int]:
+        """Returns what `step` reports: if any sequence has failed those that have, else all that
+        have ended; and its count."""
         batch = self._step()
         unreported = self._requests.unreported
-        ended = [(i, seq.completion_token_ids) for i, seq in unreported.items()]
-        unreported.clear()
-        return ended, (batch.num_prefilled or -batch.num_decoded if batch else 0)
+        ended = list(unreported.values())
+        reported = [seq for seq in ended if seq.error is not None] or ended
+        for seq in reported:
+            del unreported[seq.seq_id]
+        return reported, (batch.num_prefilled or -batch.num_decoded if batch else 0)
 
     def _replace_weights(self, source: Checkpoint | GivenWeights) -> int:
         """Returns how many requests still run; replaces the weights if none does."""
@@ -252,7 +284,7 @@ class LLMEngine:
             except BaseException:
                 self._is_closed = True
                 raise
-        return self.scheduler.num_unfinished
+        return len(self.scheduler.unfinished)
 
     def _abort(self, seq_ids: Iterable[int]) -> None:
         """Drops sequences, except those that have ended.

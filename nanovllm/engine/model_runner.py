@@ -39,6 +39,7 @@ from nanovllm.utils.context import SharedPrefixes
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.gpu_streams import give_back_stream, take_stream
 from nanovllm.utils.loader import check_weights, load_model, update_weights
+from nanovllm.utils.thread_pacing import ThreadPacing
 
 
 class ModelRunner:
@@ -58,6 +59,7 @@ class ModelRunner:
         self._threads = threading.local()  # which of them have the device's context
         self._captured: CapturedSteps | None = None
         self._tuned_matmuls: TunedMatmuls = []
+        self._pacing = ThreadPacing() if self.device.type == "cpu" else None
         free_at_start = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -78,13 +80,30 @@ class ModelRunner:
         return self.kv_cache.num_blocks
 
     @property
+    def description(self) -> str:
+        """What runs on what, in one line."""
+        config = self.config
+        graphs = self._captured.num_graphs if self._captured else "no"
+        return (
+            f"{config.model} on {config.torch_device}, {self.group.size} rank(s), "
+            f"{str(config.torch_dtype).removeprefix('torch.')}, attention backend "
+            f"{self.backend.name}, K/V pool of {self.num_blocks} blocks of "
+            f"{config.kvcache_block_size} tokens, {graphs} CUDA graphs"
+        )
+
+    @property
     def reads_prefixes_once(self) -> bool:
         """Whether decode steps make use of their batch's prefix groups."""
         return self._captured is not None and self._captured.reads_prefixes_once
 
     def launch(self, batch: ScheduledBatch) -> FetchedIds:
         """Starts one step; on the CPU it is complete when this returns."""
-        with self._no_ambient(), self._on_stream(), torch.inference_mode():
+        with (
+            self._no_ambient(),
+            self._on_stream(),
+            self._on_threads(),
+            torch.inference_mode(),
+        ):
             reports = StepReports()
             return self._to_host.fetch(self._sampled_ids(batch, reports), reports)
 
@@ -148,6 +167,9 @@ class ModelRunner:
     def _no_ambient(self) -> AbstractContextManager[object]:
         """Computes as in a new process, whatever the caller has set in torch."""
         return defaults_of_torch(self.device.type)
+
+    def _on_threads(self) -> AbstractContextManager[object]:
+        return self._pacing.step() if self._pacing else nullcontext()
 
     def _load(self) -> None:
         config = self.config

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from nanovllm.config import Config
+from nanovllm.engine.metrics import MetricsRecorder
+from nanovllm.engine.numerical_error import not_finite
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.seeds import request_seed
 from nanovllm.engine.sequence import Sequence
@@ -24,11 +26,12 @@ class Requests:
     unreported: the outbox of `LLMEngine.step`.
     """
 
-    def __init__(self, scheduler: Scheduler, config: Config) -> None:
+    def __init__(self, scheduler: Scheduler, config: Config, metrics: MetricsRecorder) -> None:
         self.num_sequences = 0
         self.unreported: Outbox = {}
         self._scheduler = scheduler
         self._config = config
+        self._metrics = metrics
         self._num_requests = 0
         self._to_drop: deque[int] = deque()
 
@@ -56,13 +59,20 @@ class Requests:
             self.num_sequences += params.n
             self._num_requests += 1
             firsts.append(seq)
+            self._metrics.added(seq)
             self._scheduler.add(seq)
 
     def deliver_ended(self) -> None:
-        for seq in self._scheduler.ended:
+        """Counts the sequences that have ended, and puts each into its caller's outbox."""
+        ended = self._scheduler.ended
+        self._metrics.ended(ended)
+        for seq in ended:
+            if seq.finish_reason == "abort":  # it is the step that has dropped it
+                dtype = self._config.torch_dtype
+                seq.error = not_finite(seq.num_prompt_tokens, seq.num_completion_tokens, dtype)
             assert seq.outbox is not None
             seq.outbox[seq.seq_id] = seq
-        self._scheduler.ended.clear()
+        ended.clear()
 
     def ask_to_drop(self, seq_ids: Iterable[int]) -> None:
         """Has `drop_asked` drop these sequences; it may be called at any time."""
@@ -85,6 +95,7 @@ class Requests:
 
     def _mark_aborted(self, seqs: list[Sequence]) -> None:
         """Tells the callers, except those of `step`, which never returns what has been aborted."""
+        self._metrics.aborted(seqs)
         for seq in seqs:
             seq.finish_reason = "abort"
             if seq.outbox is not None and seq.outbox is not self.unreported:

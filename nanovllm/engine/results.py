@@ -17,10 +17,14 @@ def completion_output(seq: Sequence, decoder: TextDecoder | None) -> CompletionO
         "stop_reason": seq.stop_reason,
         "prompt_token_ids": seq.token_ids[: seq.num_prompt_tokens].tolist(),
     }
+    if seq.error is not None:
+        output["error"] = seq.error
     if seq.logprobs is not None:
         output["logprobs"] = seq.logprobs
     if seq.prompt_logprobs is not None:
         output["prompt_logprobs"] = seq.prompt_logprobs
+    if seq.times is not None:
+        output["metrics"] = seq.times
     return output
 
 

@@ -84,8 +84,9 @@ class Scheduler:
         return not self._unfinished
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._unfinished)
+    def unfinished(self) -> Collection[Sequence]:
+        """The sequences that have not ended, in no particular order."""
+        return self._unfinished.values()
 
     @property
     def num_residents(self) -> int:
@@ -106,8 +107,9 @@ class Scheduler:
     ) -> list[Sequence]:
         """Completes the oldest step in flight and returns the sequences that ended with it.
 
-        token_ids: one for each of `batch.sampled_seq_ids`; that of a sequence which had ended
-            before is dropped, as are its `logprobs`.
+        token_ids: one for each of `batch.sampled_seq_ids`, -1 where none could be drawn, which ends
+            the sequence as aborted. That of a sequence which had ended before is dropped, as are
+            its `logprobs`.
         """
         self.ended = []
         self._offers.popleft()
@@ -116,6 +118,10 @@ class Scheduler:
         for seq_id, token_id in zip(batch.sampled_seq_ids, token_ids, strict=True):
             seq = self._unfinished.get(seq_id)
             if seq is None:
+                continue
+            if token_id < 0:
+                seq.finish_reason = "abort"
+                self._end(seq)
                 continue
             known = seq.token_ids
             # The step has computed the last known token; when that filled a block, publish it.

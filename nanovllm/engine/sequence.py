@@ -10,7 +10,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.seeds import request_seed, sample_seed
-from nanovllm.outputs import FinishReason, Logprobs
+from nanovllm.outputs import FinishReason, Logprobs, RequestTimes
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,17 +45,19 @@ class Sequence:
     num_published_blocks: leading blocks of `block_table` that the prefix cache knows.
     text: the completion as text, kept only for the sake of stop strings.
     finish_reason: why it has ended; None before.
+    error: where and why it failed, if its logits were no numbers.
     logprobs: for each token of the completion its log probability and those of the most likely ids;
         None unless asked for.
     prompt_logprobs: the same for each token of the prompt, None for the first; as far as computed.
     stop_reason: the stop string, or the request's own stop token, that ended it.
+    times: how long it took, once it has ended, if somebody measures that.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "finish_reason", "has_own_stops", "logprobs",
+        "block_hashes", "block_table", "error", "finish_reason", "has_own_stops", "logprobs",
         "max_num_tokens", "num_computed_tokens", "num_prompt_tokens", "num_published_blocks",
         "num_tokens", "others", "outbox", "prompt_logprobs", "row", "sample", "sampling_params",
-        "seed", "seq_id", "stop_reason", "text", "token_ids",
+        "seed", "seq_id", "stop_reason", "text", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +90,9 @@ class Sequence:
         self.num_published_blocks = 0
         self.text: CompletionText | None = None
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
         self.stop_reason: str | int | None = None
+        self.times: RequestTimes | None = None
         is_reported = sampling_params.logprobs is not None
         self.logprobs: list[Logprobs] | None = [] if is_reported else None
         is_reported = sampling_params.prompt_logprobs is not None
@@ -103,6 +107,11 @@ class Sequence:
     def lacks_samples(self) -> bool:
         """Whether it is the first sample, and the others are still to be made."""
         return self.sampling_params.n > 1 and self.sample == 0 and not self.others
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples it stands for."""
+        return self.sampling_params.n if self.lacks_samples else 1
 
     def make_others(self) -> "list[Sequence]":
         """Makes the other samples of the request, which wait like requests of their own."""
@@ -144,6 +153,10 @@ class Sequence:
             num_kept = min(len(self.logprobs), len(self.token_ids) - self.num_prompt_tokens)
             del self.logprobs[num_kept:], self.token_ids[self.num_prompt_tokens + num_kept :]
         self.restart()
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:

@@ -139,7 +139,7 @@ class SpecialRows:
             )
         if not plan.owners:
             return None
-        own = token_ids[plan.reported]
+        own = token_ids[plan.reported].clamp(min=0)  # -1 where none could be drawn
         top = self._sampler.top_logprobs(whole, plan.reported, own, max(plan.num_tops))
         owners = [(seq_ids[i], 1, k) for i, k in zip(plan.owners, plan.num_tops, strict=True)]
         return Report(top, owners)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from nanovllm.utils.json_files import AGAIN, read_object
 from nanovllm.utils.shown import cut, shown
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.utils.cpu_features import has_instructions, has_onednn, widens_halves
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 CPU_DTYPES = (torch.bfloat16, torch.float32)  # of activations
 
 
@@ -56,7 +56,7 @@ def compile_cpu_kernels(dtype: torch.dtype, has_attention: bool) -> None:
     cpu.compile_kernels(x, dtype, has_attention)
     seconds = perf_counter() - start
     if seconds > 1:
-        logger.info("compiled the kernels for this CPU in %.0f s, and keeps them on disk", seconds)
+        logger.debug("compiled the kernels for this CPU in %.0f s, and keeps them on disk", seconds)
 
 
 @functools.cache

@@ -221,7 +221,7 @@ def _draw_kernel(
         SHIFT, TILE,
     )  # fmt: skip
     tl.store(drawn_ptr + n, best_id.to(tl.int64))
-    tl.store(last_tokens_ptr + row, best_id.to(tl.int64))
+    tl.store(last_tokens_ptr + row, tl.maximum(best_id, 0).to(tl.int64))
 
 
 @triton.jit
@@ -239,12 +239,14 @@ def _best_kept(
     TILE: tl.constexpr,
 ):
     """Returns the id of the largest score, of equals the lowest, among logits above the threshold
-    and those equal to it up to the id `last_tie`."""
+    and those equal to it up to the id `last_tie`; -1 if a logit is NaN or the largest infinite."""
     first, second = _noise_keys(seed, position)
     best_score = temperature * 0 + float("-inf")
     best_id = last_tie * 0
+    largest = tl.full([TILE], float("-inf"), tl.float32)  # of each lane; NaN if a logit was
     for tile in range(0, vocab, TILE):
         token_id, z = _load(row_ptr, tile, vocab, TILE)
+        largest = tl.maximum(largest, z, propagate_nan=tl.PropagateNan.ALL)
         key = ordered_key(z, SHIFT)
         is_kept = (key > threshold) | ((key == threshold) & (token_id <= last_tie))
         z = tl.where(is_kept, z, float("-inf"))
@@ -259,7 +261,9 @@ def _best_kept(
             if tile_best > best_score:  # strictly, so that the lowest id wins a tie
                 best_score = tile_best
                 best_id = tl.min(tl.where(score == tile_best, token_id, ALL), 0)
-    return best_id
+    has_nan = tl.max((largest != largest).to(tl.int32), 0) > 0
+    is_finite = tl.abs(tl.max(largest, 0)) < float("inf")
+    return tl.where(is_finite & ~has_nan, best_id, -1)
 
 
 def draw_filtered(logits: torch.Tensor, filters: FilterRows, state: SamplingState) -> torch.Tensor:

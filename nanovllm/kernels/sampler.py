@@ -110,6 +110,7 @@ def _best_of_chunk_kernel(
     inverse = 1.0 / tl.where(is_random, temperature, 1.0)
     first, second = _noise_keys(tl.load(seeds_ptr + row), tl.load(context_lens_ptr + row))
     best_score = float("-inf")
+    largest = tl.full([TILE], float("-inf"), tl.float32)  # of each lane; NaN if a logit was
     start = chunk * tiles_per_chunk * TILE
     best_id = start  # a valid id even if all logits are NaN
     end = tl.minimum(start + tiles_per_chunk * TILE, vocab)
@@ -118,6 +119,7 @@ def _best_of_chunk_kernel(
         logit = tl.load(
             logits_ptr + n * vocab + token_id, mask=token_id < vocab, other=float("-inf")
         ).to(tl.float32)
+        largest = tl.maximum(largest, logit, propagate_nan=tl.PropagateNan.ALL)
         bits = _noise_bits(first_id + token_id, first, second)
         bound = tl.max(logit * inverse + _gumbel_bound(bits), 0)
         # The slack covers the rounding of the bound.
@@ -129,6 +131,8 @@ def _best_of_chunk_kernel(
             if tile_best > best_score:  # strictly, so that the lowest id wins a tie
                 best_score = tile_best
                 best_id = tl.min(tl.where(score == tile_best, token_id, 0x7FFFFFFF), 0)
+    has_nan = tl.max((largest != largest).to(tl.int32), 0) > 0
+    best_score = tl.where(has_nan, float("inf"), best_score)  # so that the row's best is infinite
     tl.store(best_score_ptr + n * num_chunks + chunk, best_score)
     tl.store(best_id_ptr + n * num_chunks + chunk, first_id + best_id)
 
@@ -158,8 +162,9 @@ def _best_of_row_kernel(
     bits = tl.load(score_ptr, mask=mask, other=0)
     score = tl.where(mask, bits.to(tl.float32, bitcast=True), float("-inf"))
     token_id = tl.load(score_ptr + size, mask=mask, other=0x7FFFFFFF)
-    best = tl.min(tl.where(score == tl.max(score, 0), token_id, 0x7FFFFFFF), 0).to(tl.int64)
-    tl.store(sampled_ptr + n, best)
+    top = tl.max(score, 0)
+    best = tl.min(tl.where(score == top, token_id, 0x7FFFFFFF), 0).to(tl.int64)
+    tl.store(sampled_ptr + n, tl.where(tl.abs(top) < float("inf"), best, -1))
     tl.store(last_tokens_ptr + row, best)
 
 
@@ -173,7 +178,8 @@ def sample(
     """Samples one token for each of `rows` and stores it as the row's last token.
 
     logits [n, vocab] of the ids from `first_id` on; rows int64 [n] of `state`, -1 for padding
-    -> token ids int64 [n], arbitrary for padding
+    -> token ids int64 [n], arbitrary for padding, -1 where a logit is NaN or the best score
+    infinite; the row's last token is a valid id even then
 
     gather: gathers a tensor from all ranks, int32 [...] -> [ranks, ...]; None for one rank.
     """

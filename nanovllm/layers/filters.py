@@ -66,13 +66,16 @@ def kept_ids(z: Tensor, temperature: float, top_k: int, top_p: float, log_min_p:
 def draw_filtered(logits: Tensor, filters: FilterRows, state: SamplingState) -> Tensor:
     """Draws a token for each of the m rows, and stores it as the row's last token.
 
-    logits [n, v] -> ids int64 [m]. Greedy rows need no filter, which keep the most likely id.
+    logits [n, v] -> ids int64 [m], -1 where a logit is NaN or the largest infinite; the last token
+    is then 0. Greedy rows need no filter, which keep the most likely id.
     """
     drawn = torch.empty_like(filters.rows)
     for i, row in enumerate(filters.rows.tolist()):
         z = logits[filters.index[i]].float()
         temperature = float(state.temperatures[row])
-        if temperature > 0:
+        if not z.max().isfinite():
+            drawn[i] = -1
+        elif temperature > 0:
             limits = int(filters.top_ks[i]), float(filters.top_ps[i]), float(filters.log_min_ps[i])
             ids = kept_ids(z, temperature, *limits).sort().values
             seed, position = state.seeds[row : row + 1], state.context_lens[row : row + 1]
@@ -80,7 +83,7 @@ def draw_filtered(logits: Tensor, filters: FilterRows, state: SamplingState) -> 
             drawn[i] = ids[noisy.argmax()]
         else:
             drawn[i] = z.max(dim=0).indices
-    state.last_tokens[filters.rows] = drawn
+    state.last_tokens[filters.rows] = drawn.clamp(min=0)
     return drawn
 
 

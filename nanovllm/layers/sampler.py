@@ -73,7 +73,7 @@ def best_tokens(
     """Draws a token for each row; temperature 0 takes the largest logit, of equals the lowest id.
 
     logits [n, v] of the token ids from `first_id` on; rows int64 [n] of `state`
-    -> scores fp32 [n], token ids int64 [n]
+    -> scores fp32 [n], NaN if a logit is; token ids int64 [n]
     """
     scores, index = _max_of_rows(logits)
     scores = scores.float()
@@ -105,7 +105,9 @@ class Sampler(nn.Module):
         """Samples a token for each of `rows` and writes it to `state.last_tokens`.
 
         logits [n, v] of the token ids from `first_id` on; rows int64 [n], -1 for padding, which
-        only CUDA graphs have and whose result is arbitrary -> token ids int64 [n]
+        only CUDA graphs have and whose result is arbitrary -> token ids int64 [n], -1 where a logit
+        is NaN or the best score infinite; the row's last token, which the next step may look up
+        before anybody notices, is a valid id even then
         """
         if logits.is_cuda:
             from nanovllm.kernels import sampler
@@ -117,10 +119,11 @@ class Sampler(nn.Module):
             # fp64 holds both exactly; ranks hold ascending ids, and max takes the first of equals.
             pairs = torch.stack((scores.double(), token_ids.double()), dim=-1)
             gathered = self.group.all_gather(pairs)  # [size, n, 2]
-            winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # [1, n]
-            token_ids = gathered[..., 1].gather(0, winner)[0].long()
+            winner = gathered[..., 0].argmax(dim=0, keepdim=True)  # [1, n], a NaN if there is one
+            scores, token_ids = gathered.gather(0, winner.unsqueeze(-1).expand(-1, -1, 2))[0].T
+            token_ids = token_ids.long()
         state.last_tokens[rows] = token_ids
-        return token_ids
+        return token_ids.masked_fill(~scores.isfinite(), -1)
 
     def _gather(self, x: Tensor) -> Tensor:
         """Gathers int32 [...] of all ranks -> [size, ...]."""

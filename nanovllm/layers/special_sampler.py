@@ -35,7 +35,8 @@ class SpecialSampler:
     def draw(self, logits: Tensor, filters: FilterRows, edit: EditRows | None = None) -> Tensor:
         """Draws a token for each of m rows and stores it as the row's last token.
 
-        logits [n, vocab]; edit: changes the logits of these rows first -> ids int64 [m]
+        logits [n, vocab]; edit: changes the logits of these rows first -> ids int64 [m], -1 where
+            they are NaN or infinite
         """
         if logits.is_cuda:
             from nanovllm.kernels.filters import draw_filtered
@@ -47,7 +48,8 @@ class SpecialSampler:
         edited = edit_logits(logits, edit, self._history, self._state)
         drawn = draw_filtered(edited, filters, self._state)
         if edit.has_penalties:  # the next draw counts it, at the position that it takes
-            self._history[filters.rows, self._state.context_lens[filters.rows]] = drawn.int()
+            ids = drawn.clamp(min=0).int()  # -1 where none could be drawn
+            self._history[filters.rows, self._state.context_lens[filters.rows]] = ids
         return drawn
 
     def top_logprobs(

@@ -19,7 +19,7 @@ from nanovllm.utils.json_files import AGAIN
 from nanovllm.utils.shown import cut, shown
 from nanovllm.utils.weight_files import weight_files
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("nanovllm")
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

@@ -23,6 +23,7 @@ class Ends:
 
     num_blocks = 1
     reads_prefixes_once = False
+    description = "no model"
 
     def __init__(self) -> None:
         self.log: list[str] = []

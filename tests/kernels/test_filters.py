@@ -17,7 +17,7 @@ from nanovllm.layers import filters as torch_filters
 from nanovllm.utils.sampling_state import SamplingState
 from nanovllm.utils.special_rows import EditRows, FilterRows, LogitEdits
 from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU
-from tests.helpers.sampling import moved, sampling_state
+from tests.helpers.sampling import broken_logits, moved, sampling_state
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -56,6 +56,26 @@ def distribution(kind: str, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 KINDS = ["random", "peaked", "flat", "tied", "masked"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draws_where_logits_are_no_numbers(dtype: torch.dtype) -> None:
+    logits, is_broken = broken_logits(700, dtype)
+    for params in (
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.5, min_p=0.1),
+    ):
+        wants = [params] * len(logits)
+        state = state_of(wants)
+        expected = torch_filters.draw_filtered(logits, filters_of(wants, CPU), state)
+        assert ((expected == -1) == is_broken).all()
+        assert ((state.last_tokens >= 0) & (state.last_tokens < 700)).all()
+        on_device = moved(state_of(wants), DEVICE)
+        filters = filters_of(wants, DEVICE)
+        drawn = triton_filters.draw_filtered(logits.to(DEVICE), filters, on_device)
+        assert torch.equal(drawn.cpu(), expected)
+        assert torch.equal(on_device.last_tokens.cpu(), state.last_tokens)
 
 
 def filters_of(wants: list[SamplingParams], device: torch.device) -> FilterRows:

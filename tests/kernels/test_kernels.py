@@ -9,11 +9,11 @@ import torch
 from nanovllm.layers.activation import silu_and_mul as torch_silu_and_mul
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.sampler import best_tokens
+from nanovllm.layers.sampler import Sampler, best_tokens
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.sampling_state import SamplingState
 from tests.helpers.kernel_cases import DEVICE, DTYPES, HAS_GPU, assert_near, dtypes, randn
-from tests.helpers.sampling import moved, sampling_state
+from tests.helpers.sampling import broken_logits, moved, sampling_state
 
 pytest.importorskip("triton")
 from nanovllm.kernels import dependent_launch
@@ -196,7 +196,8 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
         for rank, part in enumerate(shares):
             state = sampling_state(**params)
             sampled = sample(part, rows, state, first_id=rank * share, gather=gather)
-            assert torch.equal(sampled, state.last_tokens)
+            is_drawn = sampled >= 0  # not from the padding of a rank alone
+            assert torch.equal(sampled[is_drawn], state.last_tokens[is_drawn])
             ids.append(sampled.tolist())
         return ids
 
@@ -209,16 +210,39 @@ def test_sampler_with_shares_of_the_vocabulary(num_ranks: int, vocab: int) -> No
 
 @dtypes
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sampler_gives_a_valid_id_where_no_logit_is_a_number(
-    temperature: float, dtype: torch.dtype
-) -> None:
-    """The next step would look up an invalid id in the embedding, out of bounds."""
-    logits = torch.full((2, 5000), float("nan"), dtype=dtype, device=DEVICE)
-    logits[1] = float("-inf")
-    rows = torch.arange(2, device=DEVICE)
-    state = SamplingState.zeros(2, DEVICE)
+def test_sampler_where_logits_are_no_numbers(temperature: float, dtype: torch.dtype) -> None:
+    """The last tokens stay valid: the next step looks them up in the embedding."""
+    logits, is_broken = broken_logits(5000, dtype)
+    rows = torch.arange(len(logits), device=DEVICE)
+    state = SamplingState.zeros(len(logits), DEVICE)
     state.temperatures.fill_(temperature)
-    assert sample(logits, rows, state).tolist() == [0, 0]
+    ids = sample(logits.to(DEVICE), rows, state).cpu()
+    assert ((ids == -1) == is_broken).all()
+    last = state.last_tokens.cpu()
+    assert torch.equal(last[~is_broken], ids[~is_broken])
+    assert ((last >= 0) & (last < 5000)).all()
+    on_cpu = moved(state, torch.device("cpu"))
+    assert torch.equal(Sampler(TPGroup(), 0)(logits, rows.cpu(), on_cpu), ids)
+    assert ((on_cpu.last_tokens >= 0) & (on_cpu.last_tokens < 5000)).all()
+
+
+def test_sampler_where_logits_of_one_rank_are_no_numbers() -> None:
+    """All ranks find out, whichever has them."""
+    n, share = 4, 300
+    shares = [randn(n, share, dtype=torch.float32) for _ in range(2)]
+    shares[0][1, 7] = float("nan")
+    shares[1][2, 299] = float("inf")
+    shares[1][3] = float("-inf")  # of one rank only: padding
+    rows = torch.arange(n, device=DEVICE)
+    bests: list[torch.Tensor] = []
+    for gather in (
+        lambda best: [bests.append(best), best.unsqueeze(0)][1],
+        lambda _: torch.stack(bests),
+    ):
+        state = SamplingState.zeros(n, DEVICE)
+        ids = [sample(x, rows, state, rank * share, gather) for rank, x in enumerate(shares)]
+    for found in ids:
+        assert [i < 0 for i in found.tolist()] == [False, True, True, False]
 
 
 def test_decode_inputs() -> None:
