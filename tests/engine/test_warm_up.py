@@ -1,4 +1,4 @@
-"""Tests that the steps by which a GPU's working memory is measured are as large as any later one."""
+"""Tests that the steps which measure a GPU's working memory are as large as any later one."""
 
 import random
 from array import array
