@@ -36,7 +36,8 @@ def test_collectives_leave_the_default_group_to_the_user(tmp_path: Path) -> None
     def on_each(size: int, call: Callable[[TPGroup], object]) -> list[object]:
         store = str(tmp_path / f"store-{size}")
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(lambda rank: call(TPGroup.connect(rank, size, store)), range(size)))
+            groups = pool.map(lambda rank: TPGroup.connect(rank, size, store), range(size))
+            return list(pool.map(call, groups))
 
     def exchange(group: TPGroup) -> object:
         own = torch.tensor([1.0, 10.0]) * (group.rank + 1)
