@@ -42,6 +42,8 @@ class Config:
     max_model_len: most tokens of prompt plus completion; at most the model's own context, its RoPE
         scaling included, to which a larger value is capped with a warning.
     gpu_memory_utilization: the fraction of the GPU's memory that this engine may use, in (0, 1].
+        Those of engines that share a GPU should not exceed 1 together: the construction of one
+        returns the idle working memory of the others to the GPU, and may take it.
     tensor_parallel_size: how many GPUs (cuda:0 and on) or CPU processes share the model.
     enforce_eager: True captures no CUDA graphs.
     autotune_matmul: True measures which matmuls are fastest in the captured decode steps; False

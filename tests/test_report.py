@@ -168,3 +168,12 @@ def test_the_package_is_typed_and_has_a_version() -> None:
     except metadata.PackageNotFoundError:
         expected = "0+unknown"
     assert nanovllm.__version__ == expected
+
+
+def test_nothing_that_must_be_compiled_is_required() -> None:
+    """flash-attn takes hours to build where there is no wheel, so it is an extra."""
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"[^\w-]", name, maxsplit=1)[0] for name in project["dependencies"]}
+    assert {"torch", "transformers", "safetensors"} <= required
+    assert required.isdisjoint({"flash-attn", "ray", "lm-eval", "pyarrow"})
+    assert set(project["optional-dependencies"]) >= {"flash-attn", "ray", "eval", "batch"}

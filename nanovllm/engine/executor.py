@@ -19,6 +19,7 @@ from nanovllm.engine.batch import ScheduledBatch, StepHandle, StepLogprobs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.workers import RankDiedError, Workers
 from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.distributed import has_gloo
 from nanovllm.utils.given_weights import GivenWeights
 from nanovllm.utils.gpu_links import PeerLostError, has_nccl
 
@@ -160,4 +161,9 @@ def _check(config: Config) -> None:
         raise RuntimeError(
             "tensor_parallel_size > 1 on GPUs needs NCCL, which this build of torch does not have; "
             "use one GPU, or device='cpu'"
+        )
+    if not has_gloo():
+        raise RuntimeError(
+            "tensor_parallel_size > 1 needs torch.distributed with Gloo, which this build of torch "
+            "does not have; use one rank"
         )

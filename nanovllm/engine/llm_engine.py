@@ -136,7 +136,9 @@ class LLMEngine:
 
     def metrics(self) -> Metrics:
         """Returns what the engine has done since it was made, as plain numbers; `Metrics` says what
-        each means."""
+        each means. It works after `exit`, too."""
+        if self._is_closed:
+            return self._metrics.report()
         return self._visit(self._metrics.report)
 
     def reset_prefix_cache(self) -> None:

@@ -19,6 +19,11 @@ WAIT_SLICE = timedelta(seconds=0.2)
 CPU = torch.device("cpu")
 
 
+def has_gloo() -> bool:
+    """Returns whether this build of torch can connect several ranks."""
+    return dist.is_available() and dist.is_gloo_available()
+
+
 @dataclass(frozen=True, slots=True)
 class TPGroup:
     """This rank's place among `size` tensor-parallel ranks, and their collectives.

@@ -17,6 +17,7 @@ def test_every_batch_that_has_a_graph_has_one_for_shared_prefixes(max_num_seqs: 
     sizes = bucket_sizes(max_num_seqs)
     prefix_sizes = prefix_graph_sizes(sizes)
     assert set(prefix_sizes) <= set(sizes)
+    assert sizes == sorted(set(sizes)), "none beyond the last"
     assert prefix_sizes[-1] == sizes[-1] == min(max_num_seqs, 2048)
 
 

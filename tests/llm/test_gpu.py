@@ -299,22 +299,3 @@ def test_construction_leaves_the_users_random_numbers_alone(checkpoint: Path) ->
     state = torch.cuda.get_rng_state()
     make_gpu_llm(checkpoint, dtype="bfloat16").exit()
     assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-@pytest.mark.skipif("flash_attn" not in BACKENDS, reason="flash-attn is not installed")
-def test_flash_attn_says_what_it_cannot_do(checkpoint: Path) -> None:
-    for config, words in (
-        ({"dtype": "float32"}, "float32"),
-        ({"kvcache_block_size": 16, "dtype": "bfloat16"}, "kvcache_block_size=16"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make_gpu_llm(checkpoint, attention_backend="flash_attn", **config)
-
-
-def test_missing_flash_attn_is_explained(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find_spec(name)
-    )
-    with pytest.raises(ValueError, match="pip install flash-attn"):
-        make_gpu_llm(tiny_qwen3, attention_backend="flash_attn", dtype="bfloat16")

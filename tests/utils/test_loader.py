@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from nanovllm import LLM
+from nanovllm.config import Config
 from nanovllm.layers.cpu_weights import plain
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import (
@@ -126,6 +127,15 @@ def test_dtype_of_the_config(checkpoint: Path, name: str, pattern: str) -> None:
     edit_json(checkpoint / "config.json", dtype=name, torch_dtype=name)
     with pytest.raises(ValueError, match=pattern):
         make_llm(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype", None])
+def test_dtype_of_the_config_in_either_spelling(checkpoint: Path, name: str | None) -> None:
+    """A config without one means bfloat16."""
+    given = {"dtype": None, "torch_dtype": None} | ({name: "float16"} if name else {})
+    edit_json(checkpoint / "config.json", **given)
+    expected = torch.float16 if name else torch.bfloat16
+    assert Config(str(checkpoint), device="cpu").torch_dtype == expected
 
 
 def test_tied_with_an_identical_head(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
