@@ -176,6 +176,7 @@ class LLM(LLMEngine):
                 StreamedRequest(i, seq, self._decoder) for i, seq in enumerate(caller.firsts)
             ]
             while streamed:
+                self._turns.check()
                 # Others' steps count as well, and may even have ended all.
                 self._turns.look(caller)
                 deltas = [delta for request in streamed for delta in request.deltas()]

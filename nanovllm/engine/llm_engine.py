@@ -189,9 +189,9 @@ class LLMEngine:
 
     def _advance(self, caller: Caller) -> ScheduledBatch | None:
         """Runs a step, which it returns once completed; or waits for the news of another thread's
-        steps."""
+        steps. The caller has found this thread not to be in the middle of a use of the engine."""
         if self._turns.may_drive(caller):
-            self._check_open()
+            self._check_process()
             try:
                 with self._turns.door:  # others may want in
                     pass
