@@ -169,7 +169,7 @@ class FuzzedEngine:
                 self._compare(ids, self._alone[self._version].ids(request, sample), request)
 
     def _abort(self) -> None:
-        last = self.llm._num_sequences
+        last = self.llm._requests.num_sequences
         if not last:
             return
         seq_id = self._rng.choice([*self._pending, self._rng.randrange(last)])
@@ -180,7 +180,7 @@ class FuzzedEngine:
             return  # it may be of a stream, whose other samples would be missed
         self.llm.abort(first)
         # What has ended, and waits for `step` to return it, is not dropped.
-        unreported = {seq.seq_id for seq in self.llm._unreported}
+        unreported = self.llm._requests.unreported.keys()
         for i in [i for i, (_, sample) in self._pending.items() if i - sample == first]:
             if i not in unreported:
                 del self._pending[i]
