@@ -152,8 +152,9 @@ class Scheduler:
         return aborted
 
     def unfinished_samples(self, request_id: int) -> list[int]:
-        """Returns the ids of a request's samples that have not ended."""
-        return [i for i, seq in self._unfinished.items() if seq.request_id == request_id]
+        """Returns the ids of a request's samples that have not ended, in any thread."""
+        unfinished = list(self._unfinished.values())  # at once: another thread may be stepping
+        return [seq.seq_id for seq in unfinished if seq.request_id == request_id]
 
     def abort_all(self) -> list[Sequence]:
         return self.abort(list(self._unfinished))
