@@ -4,9 +4,11 @@ Torch computes with one thread per process, because two spinning threads are ver
 """
 
 import dataclasses
+import multiprocessing.util
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from nanovllm.config import Config
 from nanovllm.utils import peer_memory
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.helpers.gpu_turns import GPUTurns
+from tests.helpers.warm_processes import WarmProcesses
 
 MAX_WORKERS = 8
 GPU_BYTES_OF_WORKER = 6 * 2**30  # covers its context, kernels and small engines, with some to spare
@@ -92,6 +95,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, need in (("gpu", 1), ("gpu2", 2)):
             if marker in item.keywords and num_gpus < need:
                 item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA GPU(s)"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes() -> Iterator[None]:
+    """Lets processes begin with all that they import, except beside a GPU: there they begin as
+    users start them."""
+    if sys.platform != "linux" or torch.cuda.is_available():
+        yield
+        return
+    processes = WarmProcesses()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", processes.start)
+        yield
+    processes.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

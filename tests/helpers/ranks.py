@@ -32,7 +32,7 @@ def parts(llm: LLM) -> tuple[Any, list[Worker]]:
 def worker_processes() -> list[psutil.Process]:
     """Returns the children of this process that are ranks."""
     children = psutil.Process().children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    return [c for c in children if "spawn_main" in " ".join([c.name(), *c.cmdline()])]
 
 
 def mixed_params(count: int) -> list[SamplingParams]:
