@@ -4,6 +4,7 @@ Torch computes with one thread per process, because two spinning threads are ver
 """
 
 import dataclasses
+import importlib.util
 import multiprocessing.util
 import os
 import random
@@ -26,6 +27,7 @@ from nanovllm.config import Config
 from nanovllm.utils import peer_memory
 from tests.helpers.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.helpers.gpu_turns import GPUTurns
+from tests.helpers.interpreter import patch_once
 from tests.helpers.warm_processes import WarmProcesses
 
 MAX_WORKERS = 8
@@ -109,6 +111,14 @@ def warm_processes() -> Iterator[None]:
         patch.setattr(multiprocessing.util, "spawnv_passfds", processes.start)
         yield
     processes.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faster_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+            patch_once(patch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
