@@ -16,6 +16,7 @@ from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.peer_memory import EMPTY_WORD, ONE_SHOT_BYTES, PeerMemory
 from tests.helpers.closeness import assert_close
 from tests.helpers.faults import STARTING
+from tests.helpers.interpreter import patch_once
 
 pytest.importorskip("triton")
 from nanovllm.kernels.all_reduce import all_gather, all_reduce_add_rms_norm
@@ -77,6 +78,7 @@ def check_call(peers: PeerMemory, device: torch.device, call: int, dtype: torch.
 
 
 def on_cpu(rank: int, memory: list[torch.Tensor]) -> None:
+    patch_once(pytest.MonkeyPatch())  # of this process
     peers = PeerMemory(
         rank,
         len(memory),
