@@ -87,6 +87,11 @@ class LocalEngine(LLM):
         return answers
 
     def _chat_token_ids(self, request: Request) -> list[int]:
+        if request.tools and "tools" not in str(getattr(self.tokenizer, "chat_template", "")):
+            raise ValueError(
+                "the body has tools, and the checkpoint's chat template has no place for them; "
+                'remove them, or pass "tool_choice": "none"'
+            )
         options: TemplateOptions = {
             "chat_template": None,
             "add_generation_prompt": True,

@@ -94,11 +94,12 @@ def _claimed(options: Options, lines: Path) -> Iterator[bool]:
         if options.overwrite:
             for path in (options.output, lines):
                 path.unlink(missing_ok=True)
-        elif before and _has_content(lines):
+        if before and _has_content(lines):
             _check_same(options, json.loads(before))
-        file.truncate(0)
-        json.dump(options.identity, file)
-        file.flush()
+        else:  # not written again: on a full disk that could lose it
+            file.truncate(0)
+            json.dump(options.identity, file)
+            file.flush()
         yield False
         record.unlink()
 

@@ -1,6 +1,7 @@
 """Serves the rows of a job with Ray Data. The files must be where all nodes see them."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -26,7 +27,10 @@ COUNTS = ("is_error", "num_prompt_tokens", "num_tokens")
 
 
 def serve_on_ray(source: Source, start: int, options: Options) -> Iterator[ServedRow]:
-    """Serves the rows from number `start` on and yields them as Ray returns them."""
+    """Serves the rows from number `start` on and yields them batch by batch.
+
+    Prints Ray's statistics of the job in the end, if its progress is shown.
+    """
     if not ray.is_initialized():
         ray.init()  # joins the cluster that RAY_ADDRESS or `ray start` names, or starts one
     results = ray.data.read_datasource(
@@ -40,10 +44,14 @@ def serve_on_ray(source: Source, start: int, options: Options) -> Iterator[Serve
         compute=pool(options.ray_concurrency),
         **resources(options.engine),
     )
+    # In any other order, all that waits for a slow batch would have to wait in this process.
+    results.context.execution_options.preserve_order = True
     for batch in results.iter_batches(batch_size=None, batch_format="pyarrow"):
         for row in batch.to_pylist():
             counts = {name: row[name] for name in COUNTS}
             yield ServedRow(row["index"], json.loads(row["line"]), **counts)
+    if options.progress:
+        print(results.stats(), file=sys.stderr)
 
 
 class _RowRanges(Datasource):  # type: ignore[misc]

@@ -25,7 +25,7 @@ SAMPLING_FIELDS = (
 )  # fmt: skip
 OTHER_FIELDS = (
     "model", "messages", "prompt", "tools", "logprobs", "top_logprobs", "max_completion_tokens",
-    "chat_template_kwargs", "user", "metadata", "store", "service_tier",
+    "chat_template_kwargs", "user", "metadata", "store", "service_tier", "parallel_tool_calls",
 )  # fmt: skip
 # What may be present as long as it asks for nothing.
 NEUTRAL = {

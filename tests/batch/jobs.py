@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ def run_job(rows: Path, output: Path, model: Path, *options: str) -> int:
 
 
 def start_job(
-    rows: Path, output: Path, model: Path, *options: str, **keywords: Any
+    rows: Path, output: Path, model: Path, *options: str, under: Sequence[str] = (), **keywords: Any
 ) -> "subprocess.Popen[str]":
-    """Starts a job in a process of its own."""
+    """Starts a job in a process of its own; `under` is a command that takes one to run."""
     command = [sys.executable, "-m", "nanovllm.batch", str(rows), str(output), f"--model={model}"]
     return subprocess.Popen(
-        [*command, "--no-progress", *SMALL, *options],
+        [*under, *command, "--no-progress", *SMALL, *options],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

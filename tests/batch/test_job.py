@@ -1,7 +1,7 @@
 """Tests whole jobs: order, parameters of rows, bad rows, formats."""
 
-import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.batch.files import LineFile
 from tests.batch.jobs import read_rows, run_job, write_rows
+from tests.helpers.checkpoints import edit_json
 from tests.helpers.engines import make_llm
 
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(2, 512) for _ in range(RNG.randint(1, 40))] for _ in range(30)]
 GREEDY = "--temperature=0"
+TOOL = {"type": "function", "function": {"name": "primes", "description": "", "parameters": {}}}
 
 
 def plain_rows() -> list[dict[str, Any]]:
@@ -77,6 +79,32 @@ def test_bad_rows_get_their_reason(
     assert "did you mean 'temperature'" in reasons[9]
     assert all(reasons)
     assert f"17 rows, {len(bad)} errors" in capsys.readouterr().out
+
+
+def test_bad_rows_among_many_cost_only_themselves(tmp_path: Path, tiny_qwen3: Path) -> None:
+    rng = random.Random(3)
+    bad = [
+        "{oops",
+        "[" * 5000,
+        "null",
+        "\x00",
+        '{"prompt": []}',
+        '{"prompt": [1e400]}',
+        '{"id": 0}',
+    ]
+    rows: list[Any] = [{"id": i, "prompt": [2 + i % 500, 3]} for i in range(500)]
+    places = sorted(rng.sample(range(500), 35))
+    for place in places:
+        rows[place] = bad[place % len(bad)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    good = [row for row in rows if isinstance(row, dict)]
+    output, alone = tmp_path / "out.jsonl", tmp_path / "good.jsonl"
+    options = ("--max-tokens=2", GREEDY)
+    assert run_job(source, output, tiny_qwen3, *options) == 0
+    assert run_job(write_rows(tmp_path / "in2.jsonl", good), alone, tiny_qwen3, *options) == 0
+    results = read_rows(output)
+    assert [i for i, row in enumerate(results) if row.get("error")] == places
+    assert [row for row in results if "error" not in row] == read_rows(alone)
 
 
 def test_too_many_errors_stop_the_job(
@@ -251,6 +279,9 @@ def test_openai_batch_file(tmp_path: Path, tiny_qwen3: Path) -> None:
         ("/v1/chat/completions", chat | {"stream": True}),
         ("/v1/embeddings", {"input": "x"}),
         ("/v1/chat/completions", chat | {"temperature": 1.0, "n": 2, "logit_bias": {"5": -100}}),
+        ("/v1/chat/completions", chat | {"tools": [TOOL]}),
+        ("/v1/chat/completions", chat | {"tools": [TOOL], "tool_choice": "none"}),
+        ("/v1/chat/completions", chat | {"tools": [TOOL], "tool_choice": "required"}),
     ]
     lines = [
         {"custom_id": f"request-{i}", "method": "POST", "url": url, "body": body}
@@ -259,8 +290,9 @@ def test_openai_batch_file(tmp_path: Path, tiny_qwen3: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", lines)
     assert run_job(source, tmp_path / "out.jsonl", tiny_qwen3) == 0
     results = read_rows(tmp_path / "out.jsonl")
-    assert [r["custom_id"] for r in results] == [f"request-{i}" for i in range(5)]
-    assert [r["response"]["status_code"] for r in results] == [200, 200, 400, 400, 200]
+    assert [r["custom_id"] for r in results] == [f"request-{i}" for i in range(8)]
+    codes = [200, 200, 400, 400, 200, 400, 200, 400]
+    assert [r["response"]["status_code"] for r in results] == codes
     assert all(r.keys() == {"id", "custom_id", "response", "error"} for r in results)
     body = results[0]["response"]["body"]
     assert body["object"] == "chat.completion"
@@ -275,4 +307,25 @@ def test_openai_batch_file(tmp_path: Path, tiny_qwen3: Path) -> None:
     assert "".join(body["choices"][0]["logprobs"]["tokens"]) == body["choices"][0]["text"]
     assert "stream=True" in results[2]["error"]["message"]
     assert [choice["index"] for choice in results[4]["response"]["body"]["choices"]] == [0, 1]
-    assert json.dumps(results)
+    assert "no place for them" in results[5]["error"]["message"]
+    assert "tool_choice='required'" in results[7]["error"]["message"]
+
+
+def test_tools_are_written_by_the_template_and_calls_come_as_text(
+    tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_qwen3, model)
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}introduce yourself"
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    edit_json(model / "tokenizer_config.json", chat_template=template)
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temperature": 0}
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body | more}
+        for i, more in enumerate([{}, {"tools": [TOOL], "parallel_tool_calls": False}])
+    ]
+    source = write_rows(tmp_path / "in.jsonl", lines)
+    assert run_job(source, tmp_path / "out.jsonl", model) == 0
+    plain, tools = (row["response"]["body"] for row in read_rows(tmp_path / "out.jsonl"))
+    assert tools["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
+    assert tools["choices"][0]["message"].keys() == {"role", "content"}

@@ -3,8 +3,11 @@
 import os
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.batch.engine_processes import EngineProcesses
+from nanovllm.batch.files import LineFile
 from nanovllm.batch.requests import Request
 from tests.batch.jobs import read_rows, run_job, start_job, write_rows
 from tests.helpers.engines import make_llm
@@ -64,20 +68,84 @@ def test_kills_lose_nothing(
 def test_a_full_disk_is_an_error_and_the_job_goes_on_later(
     source: Path, undisturbed: bytes, tiny_qwen3: Path, tmp_path: Path
 ) -> None:
+    """The job writes to a full disk where this machine lets us make a small one, and elsewhere to a
+    file that may not grow."""
     output, limit = tmp_path / "out.jsonl", len(undisturbed) // 2
-
-    def little_space() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    job = start_job(source, output, tiny_qwen3, *OPTIONS, preexec_fn=little_space)
+    disk, message = tmp_path / "disk", "File too large"
+    options: dict[str, Any] = {}
+    disk.mkdir()
+    if has_disks(disk):
+        message, options = "No space left on device", {"under": on_a_disk(disk)}
+    else:
+        options["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    target = disk / "out.jsonl" if "under" in options else output
+    job = start_job(source, target, tiny_qwen3, *OPTIONS, **options)
     text, _ = job.communicate(timeout=STARTING)
     assert job.returncode == 1, text
-    assert "File too large" in text
+    assert message in text
     half = output.read_bytes()
     assert half.endswith(b"\n")
+    assert half != undisturbed
     assert undisturbed.startswith(half)
     assert run_job(source, output, tiny_qwen3, *OPTIONS) == 0
     assert output.read_bytes() == undisturbed
+
+
+def on_a_disk(folder: Path) -> list[str]:
+    """Returns a command that runs another with a disk of 16 KiB in a folder, and then copies what
+    is on it to the folder above."""
+    script = """
+        mount -t tmpfs -o size=16k tmpfs "$0" || exit 99
+        "$@"
+        code=$?
+        cp "$0"/* "$0"/..
+        exit $code
+    """
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    return [*namespace, "sh", "-c", script, str(folder)]
+
+
+def has_disks(folder: Path) -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    command = [*on_a_disk(folder), "touch", str(folder / "any")]
+    return not subprocess.run(command, capture_output=True).returncode
+
+
+def test_half_a_record_of_a_job_that_wrote_nothing_is_replaced(
+    source: Path, undisturbed: bytes, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.job").write_text('{"inp')
+    assert run_job(source, output, tiny_qwen3, *OPTIONS) == 0
+    assert output.read_bytes() == undisturbed
+
+
+def test_the_record_of_a_job_is_not_written_again(
+    source: Path, undisturbed: bytes, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """On a full disk it could not be: resuming would lose what the output belongs to."""
+    output, record = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LineFile, "append", interrupted_after(LineFile.append))
+        assert run_job(source, output, tiny_qwen3, *OPTIONS) == 130
+    before = record.stat().st_mtime_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LineFile, "append", interrupted_after(LineFile.append))
+        assert run_job(source, output, tiny_qwen3, *OPTIONS) == 130
+    assert record.stat().st_mtime_ns == before
+    assert run_job(source, output, tiny_qwen3, *OPTIONS) == 0
+    assert output.read_bytes() == undisturbed
+
+
+def interrupted_after(append: Callable[[LineFile, list[bytes]], None]) -> Callable[..., None]:
+    """Returns a method that appends, and then does as if Ctrl-C had been pressed."""
+
+    def interrupted(lines: LineFile, data: list[bytes]) -> None:
+        append(lines, data)
+        raise KeyboardInterrupt
+
+    return interrupted
 
 
 def test_two_processes_do_not_write_one_output(
