@@ -104,14 +104,17 @@ def engine_pids() -> list[int]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_job_on_ray_writes_what_one_engine_writes(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_job_on_ray_writes_what_one_engine_writes(
+    tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows: list[Any] = [{"id": i, "prompt": p} for i, p in enumerate(PROMPTS)]
     rows[7] = "{oops"
     source = write_rows(tmp_path / "in.jsonl", rows)
     assert run_job(source, tmp_path / "here.jsonl", tiny_qwen3, "--max-tokens=4") == 0
-    options = ("--max-tokens=4", "--ray", "--ray-batch-size=16")
+    options = ("--max-tokens=4", "--ray", "--ray-batch-size=16", "--progress")
     assert run_job(source, tmp_path / "ray.jsonl", tiny_qwen3, *options) == 0
     assert read_rows(tmp_path / "ray.jsonl") == read_rows(tmp_path / "here.jsonl")
+    assert "_LineCompletions" in capsys.readouterr().err, "Ray's statistics"
 
 
 @pytest.mark.usefixtures("cluster")

@@ -105,12 +105,15 @@ def _parser() -> argparse.ArgumentParser:
     job.add_argument("--ray-concurrency", type=_at_least(1), help="engines of Ray; default: 1")
     job.add_argument("--ray-batch-size", type=_at_least(1), help="rows at a time; default: 2048")
     job.add_argument("--overwrite", action="store_true", help="start afresh if OUTPUT exists")
-    job.add_argument("--progress", action=argparse.BooleanOptionalAction)
-    for title, cls in (("engine", Config), ("sampling", SamplingParams)):
-        group = parser.add_argument_group(f"{title}, as the keywords of {cls.__name__}")
+    job.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="show a bar; default: yes"
+    )
+    for title, cls in (("LLM", Config), ("SamplingParams", SamplingParams)):
+        group = parser.add_argument_group(f"keywords of {title}, which the README explains")
         for name, hint in _option_types(cls).items():
-            flag = "--" + name.replace("_", "-")
-            group.add_argument(flag, dest=name, required=name == "model", **_reading(hint))
+            flag, is_required = "--" + name.replace("_", "-"), name == "model"
+            text = "a checkpoint" if is_required else f"default: {_default_of(cls, name)}"
+            group.add_argument(flag, dest=name, required=is_required, help=text, **_reading(hint))
     return parser
 
 
@@ -121,6 +124,13 @@ def _option_types(cls: type) -> dict[str, Any]:
     """
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and f.name != "seed"}
+
+
+def _default_of(cls: type, name: str) -> str:
+    default = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
+    if default is None or default == ():
+        return "none"
+    return str(default)
 
 
 def _reading(hint: Any) -> dict[str, Any]:

@@ -1,14 +1,18 @@
 """Tests whole jobs: order, parameters of rows, bad rows, formats."""
 
 import random
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.batch import options
 from nanovllm.batch.files import LineFile
+from nanovllm.config import Config
 from tests.batch.jobs import read_rows, run_job, write_rows
 from tests.helpers.checkpoints import edit_json
 from tests.helpers.engines import make_llm
@@ -226,6 +230,22 @@ def test_wrong_options_are_refused(
         run_job(source, tmp_path / "out.jsonl", tiny_qwen3, *options)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_names_every_keyword_with_its_default_and_the_exit_codes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        options.parse(["--help"])
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split("positional arguments")[1].split())
+    for cls in (Config, SamplingParams):
+        for field in fields(cls):
+            if field.init and field.name not in ("seed", "model"):
+                shown = "none" if field.default in (None, ()) else str(field.default)
+                flag = "--" + field.name.replace("_", "-")
+                assert re.search(rf"{flag}[ ,][^=]*?default: {re.escape(shown)}(?= |$)", text), flag
+    assert re.search(r"Exit codes: 0 .*, 1 .*, 2 .*, 130 ", text)
 
 
 def test_parquet_in_and_out(tmp_path: Path, tiny_qwen3: Path) -> None:
