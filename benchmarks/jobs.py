@@ -28,7 +28,7 @@ from nanovllm.batch.requests import PlainRows, SamplingDefaults
 from nanovllm.batch.serving import serve
 from nanovllm.report import device_name
 
-COMMON = {"temperature": 0.6, "ignore_eos": True}  # how all rows are sampled
+COMMON: dict[str, Any] = {"temperature": 0.6, "ignore_eos": True}  # how all rows are sampled
 
 
 def write_rows(path: Path, prompts: list[list[int]], lengths: list[int]) -> None:
