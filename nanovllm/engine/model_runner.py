@@ -135,7 +135,11 @@ class ModelRunner:
             )
         layers = self.model.attention_layers
         layout = AttentionLayout(
-            self.device, config.torch_dtype, layers[0].head_dim, config.kvcache_block_size
+            self.device,
+            config.torch_dtype,
+            layers[0].head_dim,
+            config.kvcache_block_size,
+            config.kv_cache_dtype,
         )
         self.backend = select_backend(config.attention_backend, layout)  # refuses before loading
         load_model(
@@ -157,10 +161,11 @@ class ModelRunner:
         config, device = self.config, self.device
         self.kv_cache.allocate(1)
         attention, sizes = self.model.attention_layers[0], self._decode_sizes()
-        calls = expert_calls(self.model) + decode_attention_calls(attention, sizes)
+        dtype = config.torch_dtype
+        calls = expert_calls(self.model) + decode_attention_calls(attention, sizes, dtype)
         if sizes:  # the backend compiles
-            calls += prefill_attention_calls(attention, warm_up_batches(config, []))
-        compile_together(calls + self.rows.special.kernel_calls(config.torch_dtype), device)
+            calls += prefill_attention_calls(attention, warm_up_batches(config, []), dtype)
+        compile_together(calls + self.rows.special.kernel_calls(dtype), device)
         captured = self._steps_to_capture()
         working_bytes = activation_bytes(self._warm_up, device)
         working_bytes += captured.num_bytes(self) if captured else 0
@@ -295,7 +300,8 @@ class ModelRunner:
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads
-        return self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads)
+        kv_itemsize = self.config.kv_torch_dtype.itemsize
+        return self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads, kv_itemsize)
 
     def _warm_up(self) -> None:
         for batch in warm_up_batches(self.config, self._decode_sizes()):
