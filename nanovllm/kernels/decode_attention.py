@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_launch import decode_config
 from nanovllm.kernels.dependent_launch import (
     FEW_TOKENS,
     dependent_launch,
@@ -20,7 +19,9 @@ from nanovllm.kernels.dependent_launch import (
     prefetch,
     wait_for_previous,
 )
-from nanovllm.kernels.kv_format import fitted_queries, load_scales, scale_pairs, widened
+from nanovllm.kernels.decode_launch import decode_config
+from nanovllm.kernels.decode_step import attend_to_codes
+from nanovllm.kernels.kv_format import fitted_queries, scale_pairs
 from nanovllm.kernels.merge_splits import merge_splits
 from nanovllm.kernels.shared_prefix import attend_to_prefixes, members_per_item
 from nanovllm.utils.context import SharedPrefixes
@@ -101,11 +102,12 @@ def _decode_kernel(
     q = tl.load(q_ptr + seq * q_stride + q_offset, mask=q_mask, other=0.0)
 
     scale_log2 = scale * 1.4426950408889634
-    if IS_QUANTISED:
-        q, q_scale = fitted_queries(q, scale_log2)
     running_max = tl.full([QUERIES], -1e30, tl.float32)  # finite, or an empty split gives NaN
     running_sum = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D], tl.float32)
+    if IS_QUANTISED:
+        q, q_scale = fitted_queries(q, scale_log2)
+        q, acc = tl.trans(q), tl.trans(acc)
     for first_block in range(start // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), BLOCKS):
         first_tile = tl.maximum(first_block * BLOCK_SIZE, start)
         last_end = tl.minimum((first_block + BLOCKS) * BLOCK_SIZE, end)
@@ -120,40 +122,31 @@ def _decode_kernel(
                 is_own = block[None, :] == (position // BLOCK_SIZE)[:, None]
                 block_id = tl.sum(tl.where(is_own, block_ids[None, :], 0), 1).to(tl.int64)
                 slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-            offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
             if IS_QUANTISED:
-                # All codes are finite, so a tile in one block is read as a whole.
-                if BLOCK_SIZE >= TILE and HEAD_DIM == D:
-                    k_codes = tl.load(k_cache_ptr + offset[:, None] + d[None, :])
-                    v_codes = tl.load(v_cache_ptr + offset[:, None] + d[None, :])
-                else:
-                    kv_mask = in_context[:, None] & is_d[None, :]
-                    k_codes = tl.load(k_cache_ptr + offset[:, None] + d[None, :], kv_mask, other=0)
-                    v_codes = tl.load(v_cache_ptr + offset[:, None] + d[None, :], kv_mask, other=0)
-                pair = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                k_scale, v_log2, v_inverse = load_scales(kv_scales_ptr, pair, in_context)
-                k = widened(k_codes, q.dtype, IS_ON_GPU, True)
-                v = widened(v_codes, q.dtype, IS_ON_GPU, False)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                # A weight is a probability times V's scale, so that it fits fp16.
-                scores = scores * q_scale[:, None] * k_scale[None, :] + v_log2[None, :]
+                acc, running_sum, running_max = attend_to_codes(
+                    q, q_scale, acc, running_sum, running_max,
+                    k_cache_ptr, v_cache_ptr, kv_scales_ptr, slot, kv_head, in_context,
+                    KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, TILE, PRECISION, IS_ON_GPU,
+                )  # fmt: skip
             else:
+                offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
                 kv_mask = in_context[:, None] & is_d[None, :]
                 k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
                 v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-            scores = tl.where(in_context[None, :], scores, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_max[:, None])
-            correction = tl.exp2(running_max - new_max)
-            p = weights * v_inverse[None, :] if IS_QUANTISED else weights
-            running_sum = running_sum * correction + tl.sum(p, 1)
-            pv = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            acc = acc * correction[:, None] + pv
-            running_max = new_max
+                scores = tl.where(in_context[None, :], scores, float("-inf"))
+                new_max = tl.maximum(running_max, tl.max(scores, 1))
+                p = tl.exp2(scores - new_max[:, None])
+                correction = tl.exp2(running_max - new_max)
+                running_sum = running_sum * correction + tl.sum(p, 1)
+                pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+                acc = acc * correction[:, None] + pv
+                running_max = new_max
         block += BLOCKS
         block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
+    if IS_QUANTISED:
+        acc = tl.trans(acc)
     if not IS_EARLY:
         let_next_start(HAS_PDL)
     if MEMBERS:
@@ -216,7 +209,8 @@ def decode_attention(
     partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
     group = num_heads // kv_heads
-    queries = max(16, triton.next_power_of_2(group))
+    # The least that tl.dot takes: as rows, or as columns of products with K and V in 8 bits.
+    queries = max(16 if pairs is None else 8, triton.next_power_of_2(group))
     tile, stages, num_warps = config.fitted(queries, padded, q, k_cache.element_size())
     members, prefix_out, prefix_lse = 0, out, out
     if prefixes is not None:
