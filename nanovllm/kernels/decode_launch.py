@@ -64,9 +64,18 @@ CONFIGS = (
     (2, DecodeConfig(32, 16, stages=3, warps=4)),
     (1, DecodeConfig(64, 16, stages=3, warps=4)),
 )
-# The same for K and V in 8 bits, of which a tile of as many bytes has twice the keys.
-CONFIGS_OF_BYTES = CONFIGS
-# Where contexts need no splits, and are short without the prefixes that they share.
+# The same for K and V in 8 bits, which are computed with as much as read: small tiles, whose programs
+# take few registers, were fastest throughout. docs/fp8_kv_cache.md.
+CONFIGS_OF_BYTES = (
+    (920, DecodeConfig(1, 4, stages=3, warps=1)),
+    (352, DecodeConfig(4, 4, stages=3, warps=1)),
+    (200, DecodeConfig(6, 4, stages=3, warps=1)),
+    (80, DecodeConfig(8, 4, stages=3, warps=1)),
+    (16, DecodeConfig(32, 4, stages=3, warps=1)),
+    (1, DecodeConfig(32, 8, stages=2, warps=2)),
+)
+# Where contexts need no splits, and are short without the prefixes that they share. With K and V in
+# 8 bits the launch without prefixes is as small already.
 AFTER_PREFIXES = DecodeConfig(1, 8, stages=3, warps=1)
 
 
@@ -81,4 +90,5 @@ def decode_config(
     """
     configs = CONFIGS_OF_BYTES if kv_itemsize == 1 else CONFIGS
     config = next(config for least, config in configs if num_programs >= least)
-    return AFTER_PREFIXES if has_prefixes and config.splits == 1 else config
+    is_after_prefixes = has_prefixes and config.splits == 1 and kv_itemsize > 1
+    return AFTER_PREFIXES if is_after_prefixes else config

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from nanovllm.layers.attention import LayerCache, store_kv
 from nanovllm.layers.attention_backends.torch_sdpa import TorchBackend
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context, SharedPrefixes
-from nanovllm.utils.kv_format import quantise
 from tests.helpers.kernel_cases import DEVICE, HAS_GPU, assert_near, dtypes, randn
 
 pytest.importorskip("triton")
 from nanovllm.kernels.decode_attention import decode_attention
-from nanovllm.kernels.decode_launch import CONFIGS_OF_BYTES, DecodeConfig, decode_config
+from nanovllm.kernels.decode_launch import decode_config
 from nanovllm.kernels.prefill_attention import prefill_attention
 from nanovllm.kernels.prefill_launch import LONG, SHORT, SPLIT, PrefillConfig
 from nanovllm.kernels.qkv import norm_rope_store
@@ -31,7 +29,7 @@ shapes = pytest.mark.parametrize(
 
 @dataclass
 class Pages:
-    """Holds K/V in 8 bits in blocks in random order; what holds no token has scales that are NaN."""
+    """Holds K/V in 8 bits in blocks in random order; slots without a token have scales of NaN."""
 
     cache: LayerCache
     block_tables: torch.Tensor
@@ -80,6 +78,8 @@ def cumulative(lens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("block_size", [16, 256])
 @shapes
 def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+    if not HAS_GPU and (block_size == 256) != (dtype == torch.float32):
+        pytest.skip("the interpreter takes long: one block size for each dtype")
     heads, kv_heads, head_dim = shape
     lens = [1, 0, 17, 257] + [1900, 640] * HAS_GPU
     pages = Pages.make(lens, block_size, kv_heads, head_dim)
@@ -100,7 +100,7 @@ def test_decode_attention(shape: tuple[int, int, int], block_size: int, dtype: t
         assert not out[1].any(), "a padding row must give zeros"
 
 
-@pytest.mark.parametrize("num_programs", sorted({least for least, _ in CONFIGS_OF_BYTES}))
+@pytest.mark.parametrize("num_programs", [1, 80, 920])  # both kinds of tiles, split or not
 @pytest.mark.parametrize("block_size", [1, 32])
 def test_decode_attention_in_every_launch(
     block_size: int, num_programs: int, monkeypatch: pytest.MonkeyPatch
@@ -132,11 +132,11 @@ def test_prefill_attention(
     config, splits = launch
     if dtype == torch.float32 or head_dim > 128:
         config = replace(config, queries=32, tile=16, warps=4, stages=2, registers=None)
-    if not HAS_GPU and (block_size == 256) != (splits == 1):
-        pytest.skip("the interpreter takes long: one block size for each launch")
+    if not HAS_GPU and ((block_size == 256) != (splits == 1) or dtype == torch.float32):
+        pytest.skip("the interpreter takes long: half precision, one block size for each launch")
     path = "nanovllm.kernels.prefill_attention.prefill_config"
     monkeypatch.setattr(path, lambda *_: (config, splits))
-    lens_q, lens_k = [1, 0, 35, 17], [1, 0, 35, 144]
+    lens_q, lens_k = [1, 0, 35, 5], [1, 0, 35, 90]
     if HAS_GPU:
         lens_q, lens_k = [*lens_q, 1, 700], [*lens_k, 1800, 1100]
     pages = Pages.make(lens_k, block_size, kv_heads, head_dim)
