@@ -130,7 +130,7 @@ class _DecodeLoop:
         self.synchronize()
         with torch.inference_mode():
             for layer in self._local_runner().model.attention_layers:
-                for pool in (layer.cache.k, layer.cache.v):
+                for pool in layer.cache:
                     used = pool[: self._num_blocks]
                     used.random_() if pool.dtype == torch.uint8 else used.normal_()
                 if layer.cache.scales is not None:  # numbers up to 252 / 128

@@ -1,4 +1,4 @@
-"""Measures what K and V in 8 bits cost in accuracy: perplexity, and the error of teacher-forced logits.
+"""Measures the accuracy of K and V in 8 bits: perplexity, and the error of teacher-forced logits.
 
 Run: python -m benchmarks.kv_accuracy --model DIR --text FILE [--tokens 2048] [--windows 2]
      [--outlier 50]
@@ -82,7 +82,8 @@ class RoundedKV:
 def load(path: str, dtype: torch.dtype, outlier: float) -> Any:
     """Loads a model whose attention is "rounded_kv"."""
     options: Any = {"attn_implementation": "rounded_kv", "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(path, **options).to(dtype).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+    model = loaded.to(dtype).eval()
     for layer in model.model.layers if outlier != 1 else []:
         layer.self_attn.k_proj.weight.data[OUTLIER_CHANNEL] *= outlier
     return model

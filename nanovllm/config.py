@@ -160,9 +160,7 @@ class Config:
         if not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {utilization}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype must be 'auto' or 'fp8', got {self.kv_cache_dtype!r}"
-            )
+            raise ValueError(f"kv_cache_dtype must be 'auto' or 'fp8', got {self.kv_cache_dtype!r}")
         if not isinstance(self.attention_backend, str):
             raise TypeError(f"attention_backend must be a str, got {self.attention_backend!r}")
         if self.revision is not None and not isinstance(self.revision, str):

@@ -24,8 +24,8 @@ class KVCache:
     """Owns the pool and binds each attention layer to its part of it.
 
     One pool holds the K and V of all layers, [2, layers, num_blocks, block_size, kv_heads,
-    head_dim], in the model's dtype, or in 8 bits with `kv_cache_dtype="fp8"`. Then another one holds
-    their scales, bf16 [layers, num_blocks, kv_heads, block_size, 2].
+    head_dim], in the model's dtype, or in 8 bits with `kv_cache_dtype="fp8"`. Then another one
+    holds their scales, bf16 [layers, num_blocks, kv_heads, block_size, 2].
     """
 
     def __init__(

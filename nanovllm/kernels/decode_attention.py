@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.decode_launch import decode_config
+from nanovllm.kernels.decode_step import attend_to_codes
 from nanovllm.kernels.dependent_launch import (
     FEW_TOKENS,
     dependent_launch,
@@ -19,8 +21,6 @@ from nanovllm.kernels.dependent_launch import (
     prefetch,
     wait_for_previous,
 )
-from nanovllm.kernels.decode_launch import decode_config
-from nanovllm.kernels.decode_step import attend_to_codes
 from nanovllm.kernels.kv_format import fitted_queries, scale_pairs
 from nanovllm.kernels.merge_splits import merge_splits
 from nanovllm.kernels.shared_prefix import attend_to_prefixes, members_per_item

@@ -64,8 +64,8 @@ CONFIGS = (
     (2, DecodeConfig(32, 16, stages=3, warps=4)),
     (1, DecodeConfig(64, 16, stages=3, warps=4)),
 )
-# The same for K and V in 8 bits, which are computed with as much as read: small tiles, whose programs
-# take few registers, were fastest throughout. docs/fp8_kv_cache.md.
+# The same for K and V in 8 bits, whose arithmetic takes as long as their reads: small tiles, whose
+# programs take few registers, were fastest throughout (docs/fp8_kv_cache.md).
 CONFIGS_OF_BYTES = (
     (920, DecodeConfig(1, 4, stages=3, warps=1)),
     (352, DecodeConfig(4, 4, stages=3, warps=1)),

@@ -212,6 +212,7 @@ def prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     is_paged = block_tables is not None
     tables = block_tables if block_tables is not None else cu_seqlens_q  # then unused
+    pairs = scale_pairs(kv_scales) if kv_scales is not None else None
     num_seqs, kv_heads = len(cu_seqlens_q) - 1, k.shape[-2]
     config, splits = prefill_config(q, num_seqs, kv_heads, max_seqlen_k, is_paged)
     group = num_heads // kv_heads
@@ -222,7 +223,7 @@ def prefill_attention(
         lse = q.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
     grid = (kv_heads, max_tiles(num_tokens, num_seqs, config.queries // group), splits)
     _prefill_kernel[grid](
-        q, k, v, scale_pairs(kv_scales) if kv_scales is not None else None, tables, cu_seqlens_q, cu_seqlens_k, partial, lse,
+        q, k, v, pairs, tables, cu_seqlens_q, cu_seqlens_k, partial, lse,
         scale, q.stride(0), k.stride(-3), tables.stride(0), num_seqs, splits,
         HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=k.shape[1] if is_paged else 1, QUERIES=config.queries, TILE=config.tile,

@@ -1,7 +1,7 @@
 """The work between the QKV projection and attention in one pass: per-head RMSNorm of q and k, RoPE
 (arXiv:2104.09864), and the store of k and v into the paged cache. Rounds at the same points as the
-torch layers. With K and V in 8 bits it also rounds k and v as the cache does, so that attention to a
-step's own keys and attention to cached ones give the same."""
+torch layers. With K and V in 8 bits it also rounds k and v as the cache does, so that attention to
+a step's own keys and attention to cached ones give the same."""
 
 import torch
 import triton

@@ -1,7 +1,9 @@
 """Attention over the paged K/V cache: the module, and the protocol of its backends."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,9 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.kv_format import QuantisedKV, quantise
 
 
-class LayerCache(NamedTuple):
-    """One layer's part of the K/V pool.
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's part of the K/V pool; an iterable of `k` and `v`.
 
     k, v: [num_blocks, block_size, kv_heads, head_dim] each; uint8 codes if there are scales.
     scales: bf16 [num_blocks, kv_heads, block_size, 2], of K and V in 8 bits (`QuantisedKV`).
@@ -23,6 +26,9 @@ class LayerCache(NamedTuple):
     k: Tensor
     v: Tensor
     scales: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.k, self.v))
 
     def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns K and V of slots, int64 [n], in `dtype`: [n, kv_heads, head_dim] each."""
@@ -53,9 +59,7 @@ class AttentionBackend(Protocol):
         """q [n, heads, head_dim], one token per sequence -> as q; context length 0 gives zeros."""
         ...
 
-    def decode_sizes(
-        self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2
-    ) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         """Returns batch sizes up to `max_num_seqs` that between them need all compiled code of
         `decode`; none if nothing is compiled. kv_itemsize: bytes of an element of K or V."""
         ...
@@ -104,7 +108,8 @@ class Attention(nn.Module):
                 rotary.cos_sin,
                 (norms[0].weight, norms[1].weight) if norms else None,
                 norms[0].eps if norms else 0.0,
-                *(pool for pool in self.cache if pool is not None),
+                *self.cache,
+                *([] if self.cache.scales is None else [self.cache.scales]),
             )
         else:
             qk = qkv[:, : self.num_heads + self.num_kv_heads]
@@ -120,7 +125,7 @@ class Attention(nn.Module):
 
 
 def _fused_kernels(qkv: Tensor, cache: LayerCache) -> ModuleType | None:
-    """Returns the module with a fused `norm_rope_store` for these tensors, None if there is none."""
+    """Returns the module with a fused `norm_rope_store` for these, None if there is none."""
     if qkv.is_cuda:
         from nanovllm.kernels import qkv as cuda_kernels
 

@@ -204,9 +204,10 @@ def test_norm_rope_store(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
     )
     q, k, v = qkv.clone().split([heads, kv_heads, kv_heads], dim=1)
     k, v = store_kv(k, v, expected, slots)
-    norm_rope_store(qkv, positions, slots, rotary.cos_sin, None, 0.0, *out)
-    for mine, theirs in zip(out, expected, strict=True):
-        assert mine is not None
-        assert theirs is not None
-        assert torch.equal(mine, theirs)
+    norm_rope_store(qkv, positions, slots, rotary.cos_sin, None, 0.0, *out, out.scales)
+    assert torch.equal(out.k, expected.k)
+    assert torch.equal(out.v, expected.v)
+    assert out.scales is not None
+    assert expected.scales is not None
+    assert torch.equal(out.scales, expected.scales)
     assert torch.equal(qkv, torch.cat((q, k, v), dim=1))

@@ -112,9 +112,11 @@ def test_the_pool_counts_codes_and_scales(dtype: str, ratio: float, tiny_qwen3: 
     with make_llm(tiny_qwen3, dtype=dtype, kv_cache_dtype="fp8") as llm:
         cache = runner(llm).kv_cache
         assert wide / cache.block_bytes == pytest.approx(ratio, abs=0.005)
-        layers = runner(llm).model.attention_layers
-        pools = [pool for layer in layers for pool in layer.cache if pool is not None]
-        assert sum(pool.nbytes for pool in pools) == cache.num_blocks * cache.block_bytes
+        num_bytes = 0
+        for layer in runner(llm).model.attention_layers:
+            assert layer.cache.scales is not None
+            num_bytes += sum(pool.nbytes for pool in (*layer.cache, layer.cache.scales))
+        assert num_bytes == cache.num_blocks * cache.block_bytes
 
 
 @pytest.mark.parametrize("value", ["fp16", "FP8", None, 8])

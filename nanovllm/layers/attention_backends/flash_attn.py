@@ -20,7 +20,7 @@ class FlashAttnBackend:
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, context: Context
     ) -> Tensor:
         if context.block_tables is not None:
-            k, v = cache.k, cache.v
+            k, v = cache
         out: Tensor = self._varlen(
             q,
             k,
@@ -38,8 +38,7 @@ class FlashAttnBackend:
     def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
         out: Tensor = self._with_kvcache(
             q.unsqueeze(1),
-            cache.k,
-            cache.v,
+            *cache,
             cache_seqlens=context.context_lens,
             block_table=context.block_tables,
             softmax_scale=scale,
@@ -47,7 +46,5 @@ class FlashAttnBackend:
         )
         return out.squeeze(1)
 
-    def decode_sizes(
-        self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2
-    ) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         return []

@@ -45,7 +45,7 @@ class NumbaBackend:
             group = q.shape[1] // kv_heads
             plan = self._kernels.plan_prefill(starts, lens, tables, group, (kv_heads, head_dim))
             self._plan = context, plan
-        out: Tensor = self._kernels.attend_many(q, cache.k, cache.v, scale, self._plan[1])
+        out: Tensor = self._kernels.attend_many(q, *cache, scale, self._plan[1])
         return out
 
     def decode(self, q: Tensor, cache: LayerCache, scale: float, context: Context) -> Tensor:
@@ -56,13 +56,11 @@ class NumbaBackend:
             self._tokens = context, tokens
         tokens = self._tokens[1]
         out: Tensor = self._kernels.attend(
-            q, cache.k, cache.v, scale, tokens.tables, tokens.seqs, tokens.lens
+            q, *cache, scale, tokens.tables, tokens.seqs, tokens.lens
         )
         return out
 
-    def decode_sizes(
-        self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2
-    ) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         return []  # all is compiled by dtype alone
 
 

@@ -73,9 +73,7 @@ class TorchBackend:
             outs.append(out if group.is_empty is None else out.masked_fill(group.is_empty, 0))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def decode_sizes(
-        self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2
-    ) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         return []
 
 

@@ -26,7 +26,7 @@ class TritonBackend:
         assert context.cu_seqlens_k is not None
         kv_scales = None
         if context.block_tables is not None:
-            k, v, kv_scales = cache
+            (k, v), kv_scales = cache, cache.scales
         out: Tensor = self._prefill(
             q,
             k,
@@ -44,8 +44,7 @@ class TritonBackend:
         assert context.block_tables is not None
         out: Tensor = self._decode(
             q,
-            cache.k,
-            cache.v,
+            *cache,
             context.block_tables,
             context.context_lens,
             scale,
@@ -54,9 +53,7 @@ class TritonBackend:
         )
         return out
 
-    def decode_sizes(
-        self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2
-    ) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         sizes = range(1, max_num_seqs + 1)
         by_code = {}
         for size in sizes:
