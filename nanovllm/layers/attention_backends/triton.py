@@ -44,7 +44,8 @@ class TritonBackend:
         assert context.block_tables is not None
         out: Tensor = self._decode(
             q,
-            *cache,
+            cache.k,
+            cache.v,
             context.block_tables,
             context.context_lens,
             scale,
