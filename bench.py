@@ -41,6 +41,7 @@ ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "kvcache_block_size",
     "num_kvcache_blocks",
+    "kv_cache_dtype",
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "enforce_eager",

@@ -131,7 +131,10 @@ class _DecodeLoop:
         with torch.inference_mode():
             for layer in self._local_runner().model.attention_layers:
                 for pool in layer.cache:
-                    pool[: self._num_blocks].normal_()
+                    used = pool[: self._num_blocks]
+                    used.random_() if pool.dtype == torch.uint8 else used.normal_()
+                if layer.cache.scales is not None:  # numbers up to 252 / 128
+                    layer.cache.scales[: self._num_blocks] = 2.0**-7
         self.synchronize()
         self._runner.launch(self._start).token_ids()
 

@@ -61,29 +61,35 @@ class Shape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    itemsize: int  # bytes of a weight, and of an element of K or V
+    itemsize: int  # bytes of a weight
     experts: ExpertShape | None = None
+    kv_itemsize: float | None = None  # of K or V, with its share of their scales; None: the same
 
     @classmethod
     def of(cls, config: Config) -> "Shape":
         """Returns the shape of the engine's model."""
-        hf_config = config.hf_config
+        hf_config, head_dim = config.hf_config, resolve_head_dim(config.hf_config)
+        kv_itemsize: float = config.kv_torch_dtype.itemsize
+        if config.is_kv_quantised:
+            kv_itemsize += torch.bfloat16.itemsize / head_dim
         return cls(
             num_layers=hf_config.num_hidden_layers,
             hidden_size=hf_config.hidden_size,
             num_heads=hf_config.num_attention_heads,
             num_kv_heads=hf_config.num_key_value_heads,
-            head_dim=resolve_head_dim(hf_config),
+            head_dim=head_dim,
             intermediate_size=hf_config.intermediate_size,
             vocab_size=hf_config.vocab_size,
             itemsize=config.torch_dtype.itemsize,
             experts=ExpertShape.of(hf_config),
+            kv_itemsize=kv_itemsize,
         )
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's K and V in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.itemsize
+        elements = self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return round(elements * (self.kv_itemsize or self.itemsize))
 
     @property
     def layer_weights(self) -> int:

@@ -90,7 +90,9 @@ def engine_choices(config: Config) -> dict[str, str]:
         hf_config, TPGroup(), max_model_len=config.max_model_len, tie_word_embeddings=True
     )
     head_dim = model.attention_layers[0].head_dim
-    layout = AttentionLayout(device, dtype, head_dim, config.kvcache_block_size)
+    layout = AttentionLayout(
+        device, dtype, head_dim, config.kvcache_block_size, config.kv_cache_dtype
+    )
     backend = select_backend(config.attention_backend, layout).name
     layers, size = hf_config.num_hidden_layers, hf_config.hidden_size
     found = {

@@ -32,7 +32,11 @@ def check_checkpoint(config: Config) -> None:
     select_backend(
         config.attention_backend,
         AttentionLayout(
-            config.torch_device, config.torch_dtype, layer.head_dim, config.kvcache_block_size
+            config.torch_device,
+            config.torch_dtype,
+            layer.head_dim,
+            config.kvcache_block_size,
+            config.kv_cache_dtype,
         ),
     )
     check_tensors(model, checkpoint, model.packed_modules_mapping)

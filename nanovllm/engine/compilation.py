@@ -36,14 +36,19 @@ def compile_together(calls: Sequence[KernelCall], device: torch.device) -> None:
         list(pool.map(make, calls))
 
 
-def decode_attention_calls(attention: Attention, sizes: Sequence[int]) -> list[KernelCall]:
+def decode_attention_calls(
+    attention: Attention, sizes: Sequence[int], dtype: torch.dtype
+) -> list[KernelCall]:
     """Returns calls of decode attention for batches of these sizes, with empty contexts, without
-    and with shared prefixes."""
+    and with shared prefixes.
+
+    dtype: of the queries.
+    """
     assert attention.backend is not None
     decode, cache = attention.backend.decode, attention.cache
     calls: list[KernelCall] = []
     for size in sizes:
-        q = cache.k.new_zeros(size, attention.num_heads, attention.head_dim)
+        q = cache.k.new_zeros(size, attention.num_heads, attention.head_dim, dtype=dtype)
         lens = torch.zeros(size, dtype=torch.int32, device=q.device)
         nothing = SharedPrefixes(lens.new_zeros(1, 5), lens, lens.new_zeros(size, 3))
         for prefixes in (None, nothing):
@@ -55,16 +60,20 @@ def decode_attention_calls(attention: Attention, sizes: Sequence[int]) -> list[K
 
 
 def prefill_attention_calls(
-    attention: Attention, batches: Iterable[ScheduledBatch]
+    attention: Attention, batches: Iterable[ScheduledBatch], dtype: torch.dtype
 ) -> list[KernelCall]:
-    """Returns calls of prefill attention with the sizes of these batches, all sequences empty."""
+    """Returns calls of prefill attention with the sizes of these batches, all sequences empty.
+
+    dtype: of the queries.
+    """
     assert attention.backend is not None
     prefill, cache = attention.backend.prefill, attention.cache
     calls: list[KernelCall] = []
     for part in (batch.prefill for batch in batches):
         if part is None:
             continue
-        q = cache.k.new_zeros(part.num_tokens, attention.num_heads, attention.head_dim)
+        shape = part.num_tokens, attention.num_heads, attention.head_dim
+        q = cache.k.new_zeros(shape, dtype=dtype)
         k, v = q.new_zeros(2, part.num_tokens, attention.num_kv_heads, attention.head_dim)
         lens = torch.zeros(len(part.rows), dtype=torch.int32, device=q.device)
         cu_seqlens = lens.new_zeros(len(lens) + 1)

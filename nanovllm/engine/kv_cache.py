@@ -24,7 +24,8 @@ class KVCache:
     """Owns the pool and binds each attention layer to its part of it.
 
     One pool holds the K and V of all layers, [2, layers, num_blocks, block_size, kv_heads,
-    head_dim], in the model's dtype.
+    head_dim], in the model's dtype, or in 8 bits with `kv_cache_dtype="fp8"`. Then another one
+    holds their scales, bf16 [layers, num_blocks, kv_heads, block_size, 2].
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = 0
         self._pool = torch.empty(0)
+        self._scales: torch.Tensor | None = None
         self._config = config
         self._layers = layers
         self._backend = backend
@@ -43,18 +45,22 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block: K and V of all layers."""
+        """The bytes of one block: K and V of all layers, and their scales if they have some."""
         return block_bytes(self._config, self._layers)
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces the pool by one of `num_blocks` zeroed blocks, and binds the layers to it."""
-        self._pool = torch.empty(0)
+        config, num_layers = self._config, len(self._layers)
+        self._pool, self._scales = torch.empty(0), None
         for layer in self._layers:  # frees the previous pool first
             layer.bind(self._backend, LayerCache(torch.empty(0), torch.empty(0)))
-        shape = self._shape(num_blocks)
-        self._pool = _zeros(shape, self._config.torch_dtype, self._config.torch_device)
-        for layer, k_cache, v_cache in zip(self._layers, *self._pool, strict=True):
-            layer.bind(self._backend, LayerCache(k_cache, v_cache))
+        self._pool = _zeros(self._shape(num_blocks), config.kv_torch_dtype, config.torch_device)
+        scales: Iterable[torch.Tensor | None] = [None] * num_layers
+        if config.is_kv_quantised:
+            shape = self._scales_shape(num_blocks)
+            self._scales = scales = _zeros(shape, torch.bfloat16, config.torch_device)
+        for layer, *cache in zip(self._layers, *self._pool, scales, strict=True):
+            layer.bind(self._backend, LayerCache(*cache))
         self.num_blocks = num_blocks
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
@@ -62,6 +68,9 @@ class KVCache:
         for block in copies:  # one kernel each, without memory in between
             tokens = slice(block.num_tokens)
             self._pool[:, :, block.target, tokens] = self._pool[:, :, block.source, tokens]
+            if self._scales is not None:
+                kept = self._scales[:, block.source, :, tokens]
+                self._scales[:, block.target, :, tokens] = kept
 
     def allocate_on_cpu(self) -> None:
         """Sizes the pool by the host's memory, which all ranks share, and allocates it."""
@@ -100,11 +109,19 @@ class KVCache:
         block = (self._config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
         return 2, len(self._layers), num_blocks, *block
 
+    def _scales_shape(self, num_blocks: int) -> tuple[int, ...]:
+        heads, block_size = self._layers[0].num_kv_heads, self._config.kvcache_block_size
+        return len(self._layers), num_blocks, heads, block_size, 2
+
 
 def block_bytes(config: Config, layers: Sequence[Attention]) -> int:
-    """Returns the bytes of one rank's block: K and V of all layers."""
+    """Returns the bytes of one rank's block: K and V of all layers, and their scales if they have
+    some."""
     layer = layers[0]
-    token_bytes = 2 * layer.num_kv_heads * layer.head_dim * config.torch_dtype.itemsize
+    vector_bytes = layer.head_dim * config.kv_torch_dtype.itemsize
+    if config.is_kv_quantised:
+        vector_bytes += torch.bfloat16.itemsize
+    token_bytes = 2 * layer.num_kv_heads * vector_bytes
     return len(layers) * config.kvcache_block_size * token_bytes
 
 

@@ -185,7 +185,11 @@ class ModelRunner:
             )
         layers = self.model.attention_layers
         layout = AttentionLayout(
-            self.device, config.torch_dtype, layers[0].head_dim, config.kvcache_block_size
+            self.device,
+            config.torch_dtype,
+            layers[0].head_dim,
+            config.kvcache_block_size,
+            config.kv_cache_dtype,
         )
         self.backend = select_backend(config.attention_backend, layout)  # refuses before loading
         load_model(
@@ -232,9 +236,10 @@ class ModelRunner:
             largest = bucket_sizes(config.max_num_seqs)[-1]
             calls += candidate_calls(self.model, largest, self.group)
         attention = self.model.attention_layers[0]
-        calls += expert_calls(self.model) + decode_attention_calls(attention, sizes)
+        dtype = config.torch_dtype
+        calls += expert_calls(self.model) + decode_attention_calls(attention, sizes, dtype)
         if sizes:  # the backend compiles
-            calls += prefill_attention_calls(attention, warm_up_batches(config, []))
+            calls += prefill_attention_calls(attention, warm_up_batches(config, []), dtype)
         return calls
 
     def _steps_to_capture(self) -> CapturedSteps | None:
@@ -361,7 +366,8 @@ class ModelRunner:
 
     def _decode_sizes(self) -> list[int]:
         num_kv_heads = self.model.attention_layers[0].num_kv_heads
-        return self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads)
+        kv_itemsize = self.config.kv_torch_dtype.itemsize
+        return self.backend.decode_sizes(self.config.max_num_seqs, num_kv_heads, kv_itemsize)
 
     def _warm_up(self) -> None:
         for batch in warm_up_batches(self.config, self._decode_sizes()):

@@ -2,7 +2,7 @@
 
 One program attends to one split of one sequence's context, for all query heads that share a K/V
 head, with an online softmax, and fetches tiles of K/V ahead. If there is more than one split, a
-second kernel merges their results, weighted by their log-sum-exps.
+second kernel merges their results, weighted by their log-sum-exps. K and V may be in 8 bits.
 
 Keys that several sequences share can be read once for all of them, by `attend_to_prefixes`. The
 programs then start after them, and merge the results of that kernel into their own.
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_launch import decode_config
+from nanovllm.kernels.decode_step import attend_to_codes
 from nanovllm.kernels.dependent_launch import (
     FEW_TOKENS,
     dependent_launch,
@@ -20,6 +21,7 @@ from nanovllm.kernels.dependent_launch import (
     prefetch,
     wait_for_previous,
 )
+from nanovllm.kernels.kv_format import fitted_queries, scale_pairs
 from nanovllm.kernels.merge_splits import merge_splits
 from nanovllm.kernels.shared_prefix import attend_to_prefixes, members_per_item
 from nanovllm.utils.context import SharedPrefixes
@@ -32,6 +34,7 @@ def _decode_kernel(
     q_ptr,  # [n, heads, head_dim], sequences q_stride apart
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
     v_cache_ptr,
+    kv_scales_ptr,  # int32 [num_blocks, KV_HEADS, BLOCK_SIZE], with K and V in 8 bits
     block_tables_ptr,
     context_lens_ptr,
     out_ptr,  # [n, heads, num_splits, head_dim]: results, or fp32 partial results
@@ -54,6 +57,8 @@ def _decode_kernel(
     BLOCKS: tl.constexpr,  # at least TILE / BLOCK_SIZE
     IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+    IS_ON_GPU: tl.constexpr,
     LINES: tl.constexpr,  # of 128 bytes in a head, or fewer
     MEMBERS: tl.constexpr,  # members per item of a shared prefix, 0 without shared prefixes
     IS_EARLY: tl.constexpr,  # whether to start the next kernel, and to fetch K/V, at once
@@ -100,6 +105,9 @@ def _decode_kernel(
     running_max = tl.full([QUERIES], -1e30, tl.float32)  # finite, or an empty split gives NaN
     running_sum = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D], tl.float32)
+    if IS_QUANTISED:
+        q, q_scale = fitted_queries(q, scale_log2)
+        q, acc = tl.trans(q), tl.trans(acc)
     for first_block in range(start // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), BLOCKS):
         first_tile = tl.maximum(first_block * BLOCK_SIZE, start)
         last_end = tl.minimum((first_block + BLOCKS) * BLOCK_SIZE, end)
@@ -114,22 +122,31 @@ def _decode_kernel(
                 is_own = block[None, :] == (position // BLOCK_SIZE)[:, None]
                 block_id = tl.sum(tl.where(is_own, block_ids[None, :], 0), 1).to(tl.int64)
                 slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-            offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
-            kv_mask = in_context[:, None] & is_d[None, :]
-            k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-            scores = tl.where(in_context[None, :], scores, float("-inf"))
-            new_max = tl.maximum(running_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
-            correction = tl.exp2(running_max - new_max)
-            running_sum = running_sum * correction + tl.sum(p, 1)
-            pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            acc = acc * correction[:, None] + pv
-            running_max = new_max
+            if IS_QUANTISED:
+                acc, running_sum, running_max = attend_to_codes(
+                    q, q_scale, acc, running_sum, running_max,
+                    k_cache_ptr, v_cache_ptr, kv_scales_ptr, slot, kv_head, in_context,
+                    KV_HEADS, HEAD_DIM, D, BLOCK_SIZE, TILE, PRECISION, IS_ON_GPU,
+                )  # fmt: skip
+            else:
+                offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
+                kv_mask = in_context[:, None] & is_d[None, :]
+                k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+                v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+                scores = tl.where(in_context[None, :], scores, float("-inf"))
+                new_max = tl.maximum(running_max, tl.max(scores, 1))
+                p = tl.exp2(scores - new_max[:, None])
+                correction = tl.exp2(running_max - new_max)
+                running_sum = running_sum * correction + tl.sum(p, 1)
+                pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+                acc = acc * correction[:, None] + pv
+                running_max = new_max
         block += BLOCKS
         block_ids = tl.load(block_tables_ptr + block, mask=block < table_width, other=0)
 
+    if IS_QUANTISED:
+        acc = tl.trans(acc)
     if not IS_EARLY:
         let_next_start(HAS_PDL)
     if MEMBERS:
@@ -169,6 +186,7 @@ def decode_attention(
     scale: float,
     num_splits: int | None = None,
     prefixes: SharedPrefixes | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends from each sequence's one query token to its context.
 
@@ -178,10 +196,12 @@ def decode_attention(
 
     num_splits: replaces the number of splits that `decode_config` chooses.
     prefixes: what sequences share; the result is the same without it.
+    kv_scales: of caches of uint8 codes, bf16 [num_blocks, kv_heads, block_size, 2].
     """
     n, num_heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    config = decode_config(n * kv_heads, has_prefixes=prefixes is not None)
+    pairs = scale_pairs(kv_scales) if kv_scales is not None else None
+    config = decode_config(n * kv_heads, prefixes is not None, k_cache.element_size())
     splits = num_splits or config.splits
     padded = triton.next_power_of_2(head_dim)
     out = q.new_empty(n, num_heads, head_dim)
@@ -189,18 +209,20 @@ def decode_attention(
     partial = q.new_empty(n, num_heads, splits, head_dim, dtype=torch.float32) if is_split else out
     lse = q.new_empty(n, num_heads, splits, dtype=torch.float32) if is_split else out
     group = num_heads // kv_heads
-    queries = max(16, triton.next_power_of_2(group))
-    tile, stages, num_warps = config.fitted(queries, padded, q)
+    # The least that tl.dot takes: as rows, or as columns of products with K and V in 8 bits.
+    queries = max(16 if pairs is None else 8, triton.next_power_of_2(group))
+    tile, stages, num_warps = config.fitted(queries, padded, q, k_cache.element_size())
     members, prefix_out, prefix_lse = 0, out, out
     if prefixes is not None:
         members = members_per_item(group)
         prefix_out, prefix_lse = attend_to_prefixes(
-            q, k_cache, v_cache, block_tables, prefixes, scale
+            q, k_cache, v_cache, block_tables, prefixes, scale, pairs
         )
     _decode_kernel[(kv_heads, splits, n)](
         q,
         k_cache,
         v_cache,
+        pairs,
         block_tables,
         context_lens,
         partial,
@@ -223,7 +245,9 @@ def decode_attention(
         BLOCKS=max(BLOCKS, tile // block_size),
         IS_SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        LINES=max(padded * q.element_size() // 128, 1),
+        IS_QUANTISED=pairs is not None,
+        IS_ON_GPU=q.is_cuda,
+        LINES=max(padded * k_cache.element_size() // 128, 1),
         MEMBERS=members,
         IS_EARLY=n <= FEW_TOKENS,
         num_warps=num_warps,

@@ -31,17 +31,19 @@ class DecodeConfig:
         splits = padded_splits(self.splits) if self.splits > 1 else 1
         return splits, self.kib, self.stages, self.warps
 
-    def fitted(self, num_queries: int, head_dim: int, q: torch.Tensor) -> tuple[int, int, int]:
+    def fitted(
+        self, num_queries: int, head_dim: int, q: torch.Tensor, kv_itemsize: int
+    ) -> tuple[int, int, int]:
         """Returns tokens per tile, stages and warps that fit this GPU.
 
         num_queries, head_dim: a program's query heads and their size, both padded.
-        q: gives dtype and device.
+        q: gives dtype and device. kv_itemsize: bytes of an element of K or V.
         """
-        itemsize, stages = q.element_size(), self.stages
-        tile = attention_tile(head_dim, itemsize, self.kib * 1024)
-        if 2 * (stages - 1) * tile * head_dim * itemsize > shared_memory(q.device) // 2:
+        stages = self.stages
+        tile = attention_tile(head_dim, kv_itemsize, self.kib * 1024)
+        if 2 * (stages - 1) * tile * head_dim * kv_itemsize > shared_memory(q.device) // 2:
             stages = 2
-        if itemsize == 4:
+        if q.element_size() == 4:
             return tile, stages, 4  # products without tensor cores
         return tile, stages, max(self.warps, min(8, num_queries * head_dim // 2048))  # registers
 
@@ -62,15 +64,31 @@ CONFIGS = (
     (2, DecodeConfig(32, 16, stages=3, warps=4)),
     (1, DecodeConfig(64, 16, stages=3, warps=4)),
 )
-# Where contexts need no splits, and are short without the prefixes that they share.
+# The same for K and V in 8 bits, whose arithmetic takes as long as their reads: small tiles, whose
+# programs take few registers, were fastest throughout (docs/fp8_kv_cache.md).
+CONFIGS_OF_BYTES = (
+    (920, DecodeConfig(1, 4, stages=3, warps=1)),
+    (352, DecodeConfig(4, 4, stages=3, warps=1)),
+    (200, DecodeConfig(6, 4, stages=3, warps=1)),
+    (80, DecodeConfig(8, 4, stages=3, warps=1)),
+    (16, DecodeConfig(32, 4, stages=3, warps=1)),
+    (1, DecodeConfig(32, 8, stages=2, warps=2)),
+)
+# Where contexts need no splits, and are short without the prefixes that they share. With K and V in
+# 8 bits the launch without prefixes is as small already.
 AFTER_PREFIXES = DecodeConfig(1, 8, stages=3, warps=1)
 
 
-def decode_config(num_programs: int, has_prefixes: bool = False) -> DecodeConfig:
+def decode_config(
+    num_programs: int, has_prefixes: bool = False, kv_itemsize: int = 2
+) -> DecodeConfig:
     """Returns how to launch a batch.
 
     num_programs: its sequences times K/V heads.
     has_prefixes: whether keys that its sequences share are attended to apart.
+    kv_itemsize: bytes of an element of K or V.
     """
-    config = next(config for least, config in CONFIGS if num_programs >= least)
-    return AFTER_PREFIXES if has_prefixes and config.splits == 1 else config
+    configs = CONFIGS_OF_BYTES if kv_itemsize == 1 else CONFIGS
+    config = next(config for least, config in configs if num_programs >= least)
+    is_after_prefixes = has_prefixes and config.splits == 1 and kv_itemsize > 1
+    return AFTER_PREFIXES if is_after_prefixes else config

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.kv_format import fitted_queries, load_scales, scale_pairs, widened
 from nanovllm.kernels.merge_splits import merge_splits
 from nanovllm.kernels.prefill_launch import max_tiles, prefill_config
 
@@ -46,13 +47,15 @@ def _block_of(table_ptr, position, BLOCK_SIZE: tl.constexpr, HAS_BLOCK: tl.const
 @triton.jit
 def _attend_tile(
     q, acc, running_sum, running_max,
-    k_ptr, v_ptr, table_ptr, block_id, first_key, position_q,
+    k_ptr, v_ptr, kv_scales_ptr, table_ptr, block_id, first_key, position_q,
     tile_start, end, scale_log2, kv_head, kv_stride,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    IS_PAGED: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, IS_PAGED: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    IS_QUANTISED: tl.constexpr, IS_ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Takes one step of the online softmax, over the keys [tile_start, tile_start + TILE).
 
+    scale_log2: of the scores; with K and V in 8 bits, of each row of q.
     Returns the new (acc, running_sum, running_max).
     """
     position = tile_start + tl.arange(0, TILE)
@@ -71,17 +74,34 @@ def _attend_tile(
         mask = (position < end)[:, None] & (d < HEAD_DIM)[None, :]
     elif HEAD_DIM < D:
         mask = (d < HEAD_DIM)[None, :]
-    k = tl.load(k_ptr + offset, mask=mask, other=None if mask is None else 0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if IS_QUANTISED:
+        k_codes = tl.load(k_ptr + offset, mask=mask, other=None if mask is None else 0)
+        k = widened(k_codes, q.dtype, IS_ON_GPU, True)
+        pair = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        k_scale, v_log2, v_inverse = load_scales(kv_scales_ptr, pair, position < end)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = scores * scale_log2[:, None] * k_scale[None, :] + v_log2[None, :]
+    else:
+        k = tl.load(k_ptr + offset, mask=mask, other=None if mask is None else 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if IS_MASKED:
         is_seen = position[None, :] <= position_q[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - new_max[:, None])
+    if IS_QUANTISED:
+        # A weight is a probability times V's scale, so that it fits fp16.
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        p = weights * v_inverse[None, :]
+        v_codes = tl.load(v_ptr + offset, mask=mask, other=None if mask is None else 0)
+        v = widened(v_codes, q.dtype, IS_ON_GPU, False)
+    else:
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        p = weights
+        v = tl.load(v_ptr + offset, mask=mask, other=None if mask is None else 0.0)
     correction = tl.exp2(running_max - new_max)
     running_sum = running_sum * correction + tl.sum(p, 1)
-    v = tl.load(v_ptr + offset, mask=mask, other=None if mask is None else 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
     return acc, running_sum, new_max
 
 
@@ -90,13 +110,16 @@ def _attend_tile(
     do_not_specialize_on_alignment=["block_tables_ptr", "cu_q_ptr", "cu_k_ptr"],
 )
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, block_tables_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr,
+    kv_scales_ptr,  # int32 [num_blocks, KV_HEADS, BLOCK_SIZE], with K and V in 8 bits
+    block_tables_ptr, cu_q_ptr, cu_k_ptr,
     out_ptr,  # [t, heads, num_splits, head_dim]: results, or fp32 partial results
     lse_ptr,  # [t, heads, num_splits], base 2
     scale, q_stride, kv_stride, table_stride, num_seqs, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr,
     IS_PAGED: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    IS_QUANTISED: tl.constexpr, IS_ON_GPU: tl.constexpr,
 ):  # fmt: skip
     tokens: tl.constexpr = QUERIES // GROUP
     has_block: tl.constexpr = IS_PAGED and BLOCK_SIZE >= TILE  # a tile of keys lies in one block
@@ -136,6 +159,8 @@ def _prefill_kernel(
     running_max = tl.full([QUERIES], -1e30, tl.float32)  # finite, or an empty split gives NaN
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     scale_log2 = scale * 1.4426950408889634
+    if IS_QUANTISED:
+        q, scale_log2 = fitted_queries(q, scale_log2)
     # A block id is read one tile ahead: K/V whose address waits for another load would not be
     # fetched several tiles ahead.
     last_key = tl.maximum(end - 1, 0)
@@ -146,9 +171,10 @@ def _prefill_kernel(
             next_key = tl.minimum(tile_start + TILE, last_key)
             next_block_id = _block_of(table_ptr, next_key, BLOCK_SIZE, has_block)
             acc, running_sum, running_max = _attend_tile(
-                q, acc, running_sum, running_max, k_ptr, v_ptr, table_ptr, block_id, first_key,
-                position_q, tile_start, end, scale_log2, kv_head, kv_stride,
-                HEAD_DIM, D, BLOCK_SIZE, TILE, IS_PAGED, is_masked, PRECISION,
+                q, acc, running_sum, running_max, k_ptr, v_ptr, kv_scales_ptr, table_ptr, block_id,
+                first_key, position_q, tile_start, end, scale_log2, kv_head, kv_stride,
+                HEADS // GROUP, HEAD_DIM, D, BLOCK_SIZE, TILE, IS_PAGED, is_masked, PRECISION,
+                IS_QUANTISED, IS_ON_GPU,
             )  # fmt: skip
             block_id = next_block_id
     out = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
@@ -169,6 +195,7 @@ def prefill_attention(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_k: int,
     scale: float,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends causally from each sequence's new tokens to all of its tokens.
 
@@ -180,10 +207,12 @@ def prefill_attention(
     cu_seqlens_q, cu_seqlens_k: int32 [n + 1], cumulative new and total tokens per sequence.
     max_seqlen_k: a bound on the total tokens of a sequence. It decides about speed only.
     scale: positive.
+    kv_scales: of caches of uint8 codes, bf16 [num_blocks, kv_heads, block_size, 2].
     """
     num_tokens, num_heads, head_dim = q.shape
     is_paged = block_tables is not None
     tables = block_tables if block_tables is not None else cu_seqlens_q  # then unused
+    pairs = scale_pairs(kv_scales) if kv_scales is not None else None
     num_seqs, kv_heads = len(cu_seqlens_q) - 1, k.shape[-2]
     config, splits = prefill_config(q, num_seqs, kv_heads, max_seqlen_k, is_paged)
     group = num_heads // kv_heads
@@ -194,12 +223,13 @@ def prefill_attention(
         lse = q.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
     grid = (kv_heads, max_tiles(num_tokens, num_seqs, config.queries // group), splits)
     _prefill_kernel[grid](
-        q, k, v, tables, cu_seqlens_q, cu_seqlens_k, partial, lse,
+        q, k, v, pairs, tables, cu_seqlens_q, cu_seqlens_k, partial, lse,
         scale, q.stride(0), k.stride(-3), tables.stride(0), num_seqs, splits,
         HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, D=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=k.shape[1] if is_paged else 1, QUERIES=config.queries, TILE=config.tile,
         SEQS=SEQS, IS_PAGED=is_paged, IS_SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        IS_QUANTISED=kv_scales is not None, IS_ON_GPU=q.is_cuda,
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
     )  # fmt: skip
     if splits > 1:

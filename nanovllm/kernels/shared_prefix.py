@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.dependent_launch import has_dependent_launch, let_next_start
+from nanovllm.kernels.kv_format import fitted_queries, load_scales, widened
 from nanovllm.kernels.tiles import attention_tile
 from nanovllm.utils.context import SharedPrefixes
 
@@ -33,6 +34,7 @@ def _prefix_kernel(
     q_ptr,  # [n, heads, head_dim], sequences q_stride apart
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM]
     v_cache_ptr,
+    kv_scales_ptr,  # int32 [num_blocks, KV_HEADS, BLOCK_SIZE], with K and V in 8 bits
     block_tables_ptr,
     items_ptr,  # [items, 5]: see SharedPrefixes
     members_ptr,
@@ -50,6 +52,8 @@ def _prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_QUANTISED: tl.constexpr,
+    IS_ON_GPU: tl.constexpr,
     HAS_PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -76,6 +80,8 @@ def _prefix_kernel(
 
     table_ptr = block_tables_ptr + row * table_stride
     scale_log2 = scale * 1.4426950408889634
+    if IS_QUANTISED:
+        q, q_scale = fitted_queries(q, scale_log2)
     running_max = tl.full([QUERIES], -1e30, tl.float32)
     running_sum = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, D], tl.float32)
@@ -90,15 +96,28 @@ def _prefix_kernel(
             slot = block_id.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
         offset = (slot * KV_HEADS + kv_head) * HEAD_DIM
         kv_mask = is_key[:, None] & is_d[None, :]
-        k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if IS_QUANTISED:
+            k_codes = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0)
+            k = widened(k_codes, q.dtype, IS_ON_GPU, True)
+            pair = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+            k_scale, v_log2, v_inverse = load_scales(kv_scales_ptr, pair, is_key)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = scores * q_scale[:, None] * k_scale[None, :] + v_log2[None, :]
+        else:
+            k = tl.load(k_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
-        p = tl.exp2(scores - new_max[:, None])
+        weights = tl.exp2(scores - new_max[:, None])
         correction = tl.exp2(running_max - new_max)
+        p = weights * v_inverse[None, :] if IS_QUANTISED else weights
         running_sum = running_sum * correction + tl.sum(p, 1)
-        v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
-        pv = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        if IS_QUANTISED:
+            v_codes = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0)
+            v = widened(v_codes, q.dtype, IS_ON_GPU, False)
+        else:
+            v = tl.load(v_cache_ptr + offset[:, None] + d[None, :], mask=kv_mask, other=0.0)
+        pv = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         acc = acc * correction[:, None] + pv
         running_max = new_max
 
@@ -115,13 +134,14 @@ def attend_to_prefixes(
     block_tables: torch.Tensor,
     prefixes: SharedPrefixes,
     scale: float,
+    kv_scale_pairs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends from each member of an item to the item's keys.
 
     q [n, heads, head_dim] (sequences may be strided), caches [num_blocks, block_size, kv_heads,
     head_dim], block_tables int32 [n, width] -> partial results fp32 [max_items * members per item,
     heads, head_dim] and their base-2 log-sum-exps [max_items * members per item, heads]. Partial
-    results without a member hold garbage.
+    results without a member hold garbage. kv_scale_pairs: `scale_pairs` of caches of uint8 codes.
     """
     _, num_heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -136,6 +156,7 @@ def attend_to_prefixes(
         q,
         k_cache,
         v_cache,
+        kv_scale_pairs,
         block_tables,
         prefixes.items,
         prefixes.members,
@@ -153,6 +174,8 @@ def attend_to_prefixes(
         BLOCK_SIZE=block_size,
         TILE=attention_tile(padded, itemsize),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        IS_QUANTISED=kv_scale_pairs is not None,
+        IS_ON_GPU=q.is_cuda,
         HAS_PDL=has_dependent_launch(q.device),  # but is launched without, since it needs q
         num_warps=4,
         num_stages=2 if is_wide else 4,

@@ -53,7 +53,7 @@ def test_attention_is_launched_with_empty_contexts() -> None:
     attention = Attention(num_heads=4, num_kv_heads=2, head_dim=64)
     caches = torch.full((2, 3, 16, 2, 64), float("nan"), device=DEVICE)
     attention.bind(TritonBackend(), LayerCache(*caches))
-    outs = [call() for call in decode_attention_calls(attention, [1, 5])]
+    outs = [call() for call in decode_attention_calls(attention, [1, 5], torch.float32)]
     for out, size in zip(outs, (1, 1, 5, 5), strict=True):  # without and with shared prefixes
         assert torch.equal(out, torch.zeros(size, 4, 64, device=DEVICE))
 

@@ -19,16 +19,21 @@ BACKENDS: dict[str, type[AttentionBackend]] = {  # fastest first
     "numba": NumbaBackend,
     "torch": TorchBackend,
 }
+READ_FP8 = ("triton", "torch")  # K/V in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The properties of an engine that decide whether a backend can serve it."""
+    """The properties of an engine that decide whether a backend can serve it.
+
+    dtype: of the model. kv_cache_dtype: "auto" for K/V in the same, "fp8" for codes and scales.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     block_size: int
+    kv_cache_dtype: str = "auto"
 
 
 def select_backend(name: str, layout: AttentionLayout) -> AttentionBackend:
@@ -54,6 +59,10 @@ def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
     block_size = layout.block_size
     if block_size & (block_size - 1):
         return f"kvcache_block_size={block_size} is no power of two; use e.g. 256"
+    if layout.kv_cache_dtype == "fp8":
+        reason = _unfit_for_fp8(name, layout)
+        if reason is not None:
+            return reason
     if name == "torch":
         return None
     if name == "numba":
@@ -69,6 +78,20 @@ def unfit_reason(name: str, layout: AttentionLayout) -> str | None:
         return f"head_dim={layout.head_dim} exceeds 256; use 'torch'"
     if name == "flash_attn":
         return _unfit_for_flash_attn(layout)
+    return None
+
+
+def _unfit_for_fp8(name: str, layout: AttentionLayout) -> str | None:
+    if name not in READ_FP8:
+        backends = "' or '".join(READ_FP8)
+        return f"it does not read kv_cache_dtype='fp8'; use '{backends}', or kv_cache_dtype='auto'"
+    if layout.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(layout.device)
+        if capability < (8, 9):
+            return (
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 (Ada) or later, this "
+                f"one has {'.'.join(map(str, capability))}; use kv_cache_dtype='auto'"
+            )
     return None
 
 

@@ -46,5 +46,5 @@ class FlashAttnBackend:
         )
         return out.squeeze(1)
 
-    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         return []

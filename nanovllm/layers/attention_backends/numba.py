@@ -60,7 +60,7 @@ class NumbaBackend:
         )
         return out
 
-    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         return []  # all is compiled by dtype alone
 
 

@@ -50,8 +50,8 @@ class TorchBackend:
             new = slice(starts[i], starts[i + 1])
             keys, values = k[new], v[new]
             if context.block_tables is not None:
-                table = context.block_tables[i]
-                keys, values = (_gather(x, table, len_k).to(q.dtype) for x in cache)
+                slots = _slots(context.block_tables[i], len_k, cache.k.shape[1])
+                keys, values = cache.read(slots, q.dtype)
             out[new] = _attend(q[new], keys, values, scale)
         return out
 
@@ -59,15 +59,13 @@ class TorchBackend:
         if self._groups[0] is not context:  # every layer of a step passes the same object
             self._groups = context, _decode_groups(context, cache.k.shape[1], q.dtype)
         _, _, num_kv_heads, head_dim = cache.k.shape
-        tokens = [pool.flatten(0, 1) for pool in cache]  # [num_slots, kv_heads, head_dim]
         outs: list[Tensor] = []
         for group in self._groups[1]:
             # The queries that share a K/V head are to it as queries of one sequence.
             queries = q[group.members].view(-1, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
             shape = len(queries), -1, num_kv_heads, head_dim
             keys, values = (
-                pool.index_select(0, group.slots).to(q.dtype).view(shape).transpose(1, 2)
-                for pool in tokens
+                x.view(shape).transpose(1, 2) for x in cache.read(group.slots, q.dtype)
             )  # [g, kv_heads, length, head_dim]
             out = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=group.mask, scale=scale
@@ -75,7 +73,7 @@ class TorchBackend:
             outs.append(out if group.is_empty is None else out.masked_fill(group.is_empty, 0))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         return []
 
 
@@ -115,10 +113,10 @@ def _slices(lens: list[int]) -> list[slice]:
     return slices
 
 
-def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """Returns K or V of the first `length` tokens of a sequence, [length, kv_heads, head_dim]."""
-    block_ids = block_table[: -(-length // cache.shape[1])]
-    return cache.index_select(0, block_ids).flatten(0, 1)[:length]
+def _slots(block_table: Tensor, length: int, block_size: int) -> Tensor:
+    """Returns the slots of the first `length` tokens of a sequence, int64 [length]."""
+    positions = torch.arange(length, device=block_table.device)
+    return block_table[positions // block_size].long() * block_size + positions % block_size
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -24,8 +24,9 @@ class TritonBackend:
     ) -> Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
+        kv_scales = None
         if context.block_tables is not None:
-            k, v = cache
+            (k, v), kv_scales = cache, cache.scales
         out: Tensor = self._prefill(
             q,
             k,
@@ -35,6 +36,7 @@ class TritonBackend:
             context.cu_seqlens_k,
             context.max_seqlen_k,
             scale,
+            kv_scales,
         )
         return out
 
@@ -42,18 +44,20 @@ class TritonBackend:
         assert context.block_tables is not None
         out: Tensor = self._decode(
             q,
-            *cache,
+            cache.k,
+            cache.v,
             context.block_tables,
             context.context_lens,
             scale,
             prefixes=context.shared_prefixes,
+            kv_scales=cache.scales,
         )
         return out
 
-    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int) -> list[int]:
+    def decode_sizes(self, max_num_seqs: int, num_kv_heads: int, kv_itemsize: int = 2) -> list[int]:
         sizes = range(1, max_num_seqs + 1)
-        by_code = {
-            (self._decode_config(size * num_kv_heads).compiled_as, size <= self._few_tokens): size
-            for size in sizes
-        }
+        by_code = {}
+        for size in sizes:
+            config = self._decode_config(size * num_kv_heads, kv_itemsize=kv_itemsize)
+            by_code[config.compiled_as, size <= self._few_tokens] = size
         return list(by_code.values())
