@@ -67,7 +67,7 @@ class Soak:
             "device": device,
             "max_model_len": 512,
             "kvcache_block_size": 32,
-            "num_kvcache_blocks": 96,
+            "num_kvcache_blocks": 40,  # so few that requests are preempted
             "max_num_seqs": 32,
         }
         self.llm = LLM(model, **self.config)
@@ -102,9 +102,8 @@ class Soak:
         return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **wanted)  # type: ignore[arg-type]
 
     def _batches(self) -> None:
-        """The pool is so small that some of them are preempted."""
         kinds = [
-            self._params(60),
+            self._params(200),
             self._params(40, temperature=0),
             self._params(30, top_k=20, top_p=0.9),
             self._params(20, presence_penalty=1.0, logprobs=2),
