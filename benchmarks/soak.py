@@ -171,15 +171,14 @@ def large_calls(soak: Soak, scale: float = 1) -> None:
         print(f"{len(prompts):,} prompts {name}: {perf_counter() - start:.1f} s", flush=True)
     many = int(70_000 * scale)
     sizes = {"max_num_seqs": many, "max_model_len": 4, "kvcache_block_size": 4}
-    with LLM(soak.model, device=soak.config["device"], num_kvcache_blocks=many, **sizes) as llm:
+    sizes["num_kvcache_blocks"] = 9 * many  # with the reserve for 32 more tokens of each
+    with LLM(soak.model, device=soak.config["device"], **sizes) as llm:
         start, peak = perf_counter(), 0
         for _ in range(many):
             llm.add_request(ids(2), SamplingParams(max_tokens=2, ignore_eos=True))
-        while llm.metrics()["requests"]["running"] < many and not llm.is_finished():
-            llm.step()
-            peak = max(peak, llm.scheduler.num_residents)
         while not llm.is_finished():
             llm.step()
+            peak = max(peak, llm.scheduler.num_residents)
         print(f"{many:,} requests, {peak:,} resident: {perf_counter() - start:.1f} s", flush=True)
 
 
