@@ -67,7 +67,7 @@ class Soak:
             "device": device,
             "max_model_len": 512,
             "kvcache_block_size": 32,
-            "num_kvcache_blocks": 96,
+            "num_kvcache_blocks": 40,  # so few that requests are preempted
             "max_num_seqs": 32,
         }
         self.llm = LLM(model, **self.config)
@@ -102,9 +102,8 @@ class Soak:
         return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **wanted)  # type: ignore[arg-type]
 
     def _batches(self) -> None:
-        """The pool is so small that some of them are preempted."""
         kinds = [
-            self._params(60),
+            self._params(200),
             self._params(40, temperature=0),
             self._params(30, top_k=20, top_p=0.9),
             self._params(20, presence_penalty=1.0, logprobs=2),
@@ -172,15 +171,14 @@ def large_calls(soak: Soak, scale: float = 1) -> None:
         print(f"{len(prompts):,} prompts {name}: {perf_counter() - start:.1f} s", flush=True)
     many = int(70_000 * scale)
     sizes = {"max_num_seqs": many, "max_model_len": 4, "kvcache_block_size": 4}
-    with LLM(soak.model, device=soak.config["device"], num_kvcache_blocks=many, **sizes) as llm:
+    sizes["num_kvcache_blocks"] = 9 * many  # with the reserve for 32 more tokens of each
+    with LLM(soak.model, device=soak.config["device"], **sizes) as llm:
         start, peak = perf_counter(), 0
         for _ in range(many):
             llm.add_request(ids(2), SamplingParams(max_tokens=2, ignore_eos=True))
-        while llm.metrics()["requests"]["running"] < many and not llm.is_finished():
-            llm.step()
-            peak = max(peak, llm.scheduler.num_residents)
         while not llm.is_finished():
             llm.step()
+            peak = max(peak, llm.scheduler.num_residents)
         print(f"{many:,} requests, {peak:,} resident: {perf_counter() - start:.1f} s", flush=True)
 
 
