@@ -172,6 +172,7 @@ def large_calls(soak: Soak, scale: float = 1) -> None:
     many = int(70_000 * scale)
     sizes = {"max_num_seqs": many, "max_model_len": 4, "kvcache_block_size": 4}
     sizes["num_kvcache_blocks"] = 9 * many  # with the reserve for 32 more tokens of each
+    sizes["max_num_batched_tokens"] = 2 * many  # all prompts in one step
     with LLM(soak.model, device=soak.config["device"], **sizes) as llm:
         start, peak = perf_counter(), 0
         for _ in range(many):

@@ -107,6 +107,7 @@ class FuzzedEngine:
         self._streams: list[_Stream] = []
         self._num_added = 0
         self._fault: tuple[str, BaseException] | None = None
+        self._injected: list[BaseException] = []
         self.num_checked = 0
         self.done: Counter[str] = Counter()
         if fails:
@@ -215,9 +216,9 @@ class FuzzedEngine:
         except StopIteration:
             self._streams.remove(stream)
             self._check_stream(stream)
-        except tuple(ERRORS):
+        except tuple(ERRORS) as error:
             self._streams.remove(stream)
-            self._note_fault()
+            self.check_injected(error)
 
     def _check_stream(self, stream: _Stream) -> None:
         got = joined(stream.deltas)
@@ -264,14 +265,15 @@ class FuzzedEngine:
     def _expected_fault(self) -> "_ExpectedFault":
         return _ExpectedFault(self)
 
-    def _note_fault(self) -> None:
-        assert self._fault is None, "an error that nobody has injected"
+    def check_injected(self, error: BaseException) -> None:
+        assert any(error is one for one in self._injected), "an error that nobody has injected"
 
     def _launch_or_fail(self, batch: ScheduledBatch) -> StepHandle:
         """Launches a step, or fails once if `_fault` says so and luck has it."""
         if self._fault is None or self._rng.random() < 0.5:
             return self._launch(batch)
         (where, error), self._fault = self._fault, None
+        self._injected.append(error)
         self.done[f"fault {where}"] += 1
         if where == "before":
             raise error
@@ -317,8 +319,8 @@ class _ExpectedFault:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        if kind is None or not issubclass(kind, tuple(ERRORS)):
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> bool:
+        if not isinstance(error, tuple(ERRORS)):
             return False
-        self._engine._note_fault()
+        self._engine.check_injected(error)
         return True

@@ -177,3 +177,14 @@ def test_both_ways_to_ask(tiny_qwen3: Path) -> None:
     llm = LLM(str(tiny_qwen3), max_model_len=64, num_kvcache_blocks=8, request_metrics=True)
     (output,) = llm.chat([{"role": "user", "content": "hi"}], SAMPLED, use_tqdm=False)
     assert set(output["metrics"]) == {"queued", "first_token", "total"}
+
+
+def test_steps_on_a_cpu_are_small_and_none_is_in_vain(tiny_qwen3: Path) -> None:
+    """One step ahead would decode once more before it knows that all have stopped."""
+    llm = LLM(str(tiny_qwen3), device="cpu", max_model_len=64, num_kvcache_blocks=8)
+    assert llm.config.max_num_batched_tokens == 1024
+    stop_at_once = SamplingParams(stop_token_ids=list(range(512)))
+    llm.generate([[2, 3], [4, 5]], stop_at_once, use_tqdm=False)
+    counts = {kind: times["count"] for kind, times in llm.metrics()["steps"].items()}  # type: ignore[index]
+    assert counts == {"prefill": 1, "decode": 0, "mixed": 0}
+    assert llm.metrics()["requests"]["stop"] == 2
