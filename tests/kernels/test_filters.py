@@ -141,14 +141,15 @@ def test_what_is_kept_is_exactly_what_torch_keeps(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), -INF])
-def test_a_valid_id_where_no_logit_is_a_number(value: float) -> None:
-    """The next step would look up an invalid id in the embedding, out of bounds."""
+def test_no_id_where_no_logit_is_a_number(value: float) -> None:
+    """The next step, which may be in flight, would look up an invalid last token out of bounds."""
     wants = [SamplingParams(**want) for want in WANTS]
     logits = torch.full((len(wants), 700), value, device=DEVICE)
     state = moved(state_of(wants), DEVICE)
     drawn = triton_filters.draw_filtered(logits, filters_of(wants, DEVICE), state)
-    assert drawn.min() >= 0
-    assert drawn.max() < 700
+    assert (drawn == -1).all()
+    assert state.last_tokens.min() >= 0
+    assert state.last_tokens.max() < 700
 
 
 def edit_rows(

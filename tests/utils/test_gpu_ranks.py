@@ -148,7 +148,8 @@ def test_no_thread_outlives_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "close", lambda: [is_closing.set(), close()])
     monkeypatch.setattr(workers, "LAST_SECONDS", SOON)
     monkeypatch.setattr(workers, "connect", lambda *_: TPGroup(0, 2, links=links))
-    monkeypatch.setattr(workers, "wait_for_end_of_any", lambda _: None)  # returns as if a worker had ended
+    # Returns as if a worker had ended.
+    monkeypatch.setattr(workers, "wait_for_end_of_any", lambda _: None)
     all_workers = Workers()
     all_workers._group = all_workers._connect(None, "")  # type: ignore[arg-type]
     watcher = all_workers._watcher
